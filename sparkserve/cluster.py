@@ -1,0 +1,315 @@
+"""The two nodes of a pair: connecting, asking both, collecting both failures, and the one lock of a pair."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from sparkserve import node_program
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, Failures, SparkserveError
+from sparkserve.hosts import Host, LocalHost, Process, SshHost, connection_lost, expand_home
+from sparkserve.lock import Lock
+from sparkserve.manifest import Manifest, ManifestFile
+from sparkserve.recipe import Recipe
+from sparkserve.settings import Settings
+
+if TYPE_CHECKING:
+    import docker
+
+Role = Literal["head", "worker"]
+ROLES: tuple[Role, Role] = ("head", "worker")
+Result = TypeVar("Result")
+# The node reads exactly the program's bytes from stdin; what follows on the same stream are requests.
+_BOOTSTRAP = "import sys; exec(compile(sys.stdin.buffer.read({size}), 'node_program', 'exec'))"
+
+
+class NodeSession:
+    """The node program running on a node; many threads may ask at once."""
+
+    def __init__(self, host: Host) -> None:
+        program = Path(node_program.__file__).read_bytes()
+        self._host = host
+        self._process: Process = host.open([host.python, "-I", "-c", _BOOTSTRAP.format(size=len(program))])
+        self._lock = threading.Lock()
+        self._next = 0
+        self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
+        self._ended = False
+        self._send(program)
+        threading.Thread(target=self._listen, name=f"node program of {host.name}", daemon=True).start()
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+        except OSError as error:
+            raise self._end_error() from error
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._process.stdout:
+                message = json.loads(line)
+                self._answers[message["id"]].put(message)
+        with self._lock:
+            self._ended = True
+            for answers in self._answers.values():
+                answers.put(None)
+
+    def ask(
+        self,
+        do: str,
+        *,
+        timeout: float = 60.0,
+        on_progress: Callable[[dict[str, Any]], None] | None = None,
+        **fields: Any,  # noqa: ANN401 - the fields of a JSON request
+    ) -> Any:  # noqa: ANN401 - the JSON answer
+        """Send one request and wait for its result; `timeout` seconds without any line of answer end the wait."""
+        answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        with self._lock:
+            if self._ended:
+                raise self._end_error()
+            self._next += 1
+            number = self._next
+            self._answers[number] = answers
+            self._send(json.dumps({"id": number, "do": do, **fields}).encode() + b"\n")
+        while True:
+            try:
+                message = answers.get(timeout=timeout)
+            except queue.Empty as error:
+                text = f"the node program gave no answer to `{do}` within {timeout:g} s"
+                hint = "the machine may be out of memory: wait a minute, then look again"
+                raise SparkserveError(
+                    "node_silent", text, hint, self._host.name, exit_code=EXIT_COULD_NOT_LOOK
+                ) from error
+            if message is None:
+                raise self._end_error()
+            if "progress" not in message:
+                break
+            if on_progress:
+                on_progress(message["progress"])
+        self._answers.pop(number)
+        if "error" in message:
+            raise _node_error(self._host.name, do, message["error"])
+        return message["result"]
+
+    def _end_error(self) -> SparkserveError:
+        details = self._process.error_text().strip()
+        if "not found" in details or "No such file" in details:
+            hint = "sudo apt-get install python3"
+            message = "python3 is not there, or not on PATH for SSH sessions"
+            return SparkserveError("python_missing", message, hint, self._host.name, details, EXIT_NOT_READY)
+        return connection_lost(self._host.name, details)
+
+    def close(self) -> None:
+        """End the program; it also ends by itself with the connection."""
+        self._process.close()
+
+
+def _node_error(node: str, do: str, error: Mapping[str, Any]) -> SparkserveError:
+    hints = {28: "free some space, then run the same command again", 13: "look at the owner and mode of that path"}
+    known = error["errno"] is not None
+    message = error["text"] if known else f"the node program failed in `{do}`: {error['text']}"
+    codes = {28: "disk_full", 13: "permission_denied", 30: "read_only"}
+    return SparkserveError(codes.get(error["errno"], "node_failed"), message, hints.get(error["errno"], ""), node)
+
+
+@dataclass
+class Node:
+    """One machine of the pair, connected."""
+
+    role: Role
+    host: Host
+    settings: Settings = field(repr=False)
+
+    @property
+    def rank(self) -> int:
+        """Rank 0 is the head, rank 1 the worker."""
+        return ROLES.index(self.role)
+
+    @cached_property
+    def session(self) -> NodeSession:
+        """The node program, started once per command."""
+        return NodeSession(self.host)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Home, user, hostname and number of CPUs of the node's account."""
+        found: dict[str, Any] = self.session.ask("hello", timeout=20)
+        return found
+
+    @property
+    def link_address(self) -> str:
+        """The node's own address on the cable, as the settings name it."""
+        return self.settings.head_link if self.role == "head" else self.settings.worker_link
+
+    @property
+    def models_dir(self) -> str:
+        """Absolute models directory of this node."""
+        own = self.settings.worker_models_dir if self.role == "worker" else None
+        return expand_home(own or self.settings.models_dir, self.identity["home"])
+
+    @property
+    def cache_dir(self) -> str:
+        """Absolute cache directory of this node."""
+        own = self.settings.worker_cache_dir if self.role == "worker" else None
+        return expand_home(own or self.settings.cache_dir, self.identity["home"])
+
+    @property
+    def proofs_file(self) -> str:
+        """Where this node remembers hashes of unchanged files."""
+        return f"{self.models_dir}/.sparkserve/proofs.json"
+
+    @cached_property
+    def adopted(self) -> dict[str, str]:
+        """Files of others that this node uses in place: `<org>/<name>/<commit>/<path>` to absolute path."""
+        path = f"{self.models_dir}/.sparkserve/adopted.json"
+        text = self.session.ask("facts", files=[path])["files"][path]
+        found: dict[str, str] = json.loads(text) if text else {}
+        return found
+
+    def place(self, manifest: Manifest, file: ManifestFile) -> str:
+        """Absolute path of a weights file on this node: adopted, or below our models directory."""
+        name = f"{manifest.directory}/{file.path}"
+        return self.adopted.get(name) or f"{self.models_dir}/{name}"
+
+    @cached_property
+    def docker(self) -> docker.DockerClient:
+        """The node's Docker engine, over its socket or over the one SSH connection."""
+        from sparkserve.docker_client import local_client, remote_client
+
+        if isinstance(self.host, SshHost):
+            return remote_client(self.host)
+        return local_client(self.role)
+
+    def close(self) -> None:
+        """End everything that was opened."""
+        for name in ("session", "docker"):
+            if name in self.__dict__:
+                self.__dict__[name].close()
+        self.host.close()
+
+
+@dataclass
+class Cluster:
+    """The pair."""
+
+    head: Node
+    worker: Node
+
+    @property
+    def nodes(self) -> tuple[Node, Node]:
+        """Both nodes, by rank."""
+        return self.head, self.worker
+
+    def node(self, role: str) -> Node:
+        """Find a node by its role."""
+        return self.head if role == "head" else self.worker
+
+    def on_both(self, action: Callable[[Node], Result]) -> dict[Role, Result]:
+        """Run `action` on both nodes side by side; when any fails, wait for both and raise all failures."""
+        results, errors = self.try_both(action)
+        if errors:
+            raise Failures(list(errors.values()))
+        return results
+
+    def try_both(self, action: Callable[[Node], Result]) -> tuple[dict[Role, Result], dict[Role, SparkserveError]]:
+        """Run `action` on both nodes side by side and give results and failures by role."""
+        results: dict[Role, Result] = {}
+        errors: dict[Role, SparkserveError] = {}
+        bugs: list[BaseException] = []
+
+        def one(node: Node) -> None:
+            try:
+                results[node.role] = action(node)
+            except SparkserveError as error:
+                error.node = error.node or node.role
+                errors[node.role] = error
+            except BaseException as error:  # noqa: BLE001 - a bug of ours: raised again below, in the caller's thread
+                bugs.append(error)
+
+        threads = [threading.Thread(target=one, args=(node,), daemon=True) for node in self.nodes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.5)  # short joins leave room for Ctrl-C
+        if bugs:
+            raise bugs[0]
+        return results, {role: errors[role] for role in ROLES if role in errors}
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """All that decides what the pair should be: what the owner set, what to serve, what that resolved to, and where."""
+
+    settings: Settings
+    recipe: Recipe
+    lock: Lock
+    cluster: Cluster
+
+
+@contextlib.contextmanager
+def connect(settings: Settings) -> Iterator[Cluster]:
+    """Open both nodes for one command and close them after it."""
+    from sparkserve import ssh
+
+    if not settings.worker:
+        raise SparkserveError(
+            "worker_unset", "SPARKSERVE_WORKER is not set", "write SPARKSERVE_WORKER=user@address to .env", exit_code=2
+        )
+    head = Node("head", LocalHost("head"), settings)
+    try:
+        worker = Node("worker", ssh.connect(settings), settings)
+    except BaseException:
+        head.close()
+        raise
+    try:
+        yield Cluster(head, worker)
+    finally:
+        worker.close()
+        head.close()
+
+
+def state_dir(environment: Mapping[str, str]) -> Path:
+    """Give the XDG state directory of sparkserve on the head."""
+    base = environment.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "sparkserve"
+
+
+@contextlib.contextmanager
+def pair_lock(directory: Path, command: str, wait_seconds: float = 0.0) -> Iterator[None]:
+    """Hold the one lock of this head while something is written; say who holds it otherwise."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = directory / "lock"
+    deadline = time.monotonic() + wait_seconds
+    with path.open("a+", encoding="utf-8") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() < deadline:
+                    time.sleep(0.2)
+                    continue
+                file.seek(0)
+                holder = file.read().strip() or "another run"
+                message = f"another command holds the lock of this pair: {holder}"
+                raise SparkserveError(
+                    "locked", message, "wait for it to end, or stop it", "head", exit_code=EXIT_NOT_READY
+                ) from error
+        file.seek(0)
+        file.truncate()
+        file.write(f"`sparkserve {command}`, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        file.flush()
+        yield
+        file.seek(0)
+        file.truncate()

@@ -1,0 +1,337 @@
+"""A machine seen as run, read, write: the local one or one over SSH; quoting and masking live here only."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Protocol, cast
+
+from pydantic import SecretStr
+
+from sparkserve.errors import SparkserveError
+
+if TYPE_CHECKING:
+    import paramiko
+
+    from sparkserve.ssh import SshTarget
+
+log = logging.getLogger("sparkserve.hosts")
+
+# An sshd takes ten sessions on one connection by default; four stay for the Docker client and the node program.
+_SESSIONS = 6
+# A constant script; path and mode arrive as its arguments, the content on stdin. The rename makes it all or nothing.
+_WRITE_SCRIPT = 'set -e; t="$1.sparkserve-new"; (umask 077; cat > "$t"); chmod "$2" "$t"; sync "$t"; mv -f "$t" "$1"'
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """What a command left: exit code and both streams."""
+
+    argv: tuple[str, ...]
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+
+    @property
+    def text(self) -> str:
+        """Standard output as text without the closing newline."""
+        return self.stdout.decode(errors="replace").rstrip("\n")
+
+    @property
+    def error_text(self) -> str:
+        """The last lines of standard error, for a person."""
+        return "\n".join(self.stderr.decode(errors="replace").strip().splitlines()[-15:])
+
+
+class Process(Protocol):
+    """A command that runs: its three streams, its end."""
+
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and give the exit code; raise TimeoutError when `timeout` seconds pass."""
+        ...
+
+    def error_text(self) -> str:
+        """Give what standard error said so far."""
+        ...
+
+    def close(self) -> None:
+        """End it if it still runs, and free its streams."""
+        ...
+
+
+class Host(ABC):
+    """The whole surface between us and a machine; a subclass only knows how to open a process there."""
+
+    python = "python3"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.sudo_password: SecretStr | None = None
+
+    @abstractmethod
+    def open(self, argv: Sequence[str]) -> Process:
+        """Start `argv` (never a shell line) on the machine."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the connection back."""
+
+    def run(
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 60.0, check: bool = True
+    ) -> CommandResult:
+        """Run `argv` to its end within `timeout` seconds; a non-zero exit raises unless `check` is off."""
+        log.debug("%s: %s", self.name, shlex.join(argv))
+        process = self.open(argv)
+        try:
+            output = _exchange(process, stdin, timeout)
+            result = CommandResult(tuple(argv), process.wait(timeout), output, process.error_text().encode())
+        except TimeoutError as error:
+            message = f"`{shlex.join(argv)}` gave no end within {timeout:g} s"
+            raise SparkserveError("command_timeout", message, node=self.name) from error
+        finally:
+            process.close()
+        log.debug("%s: exit %d", self.name, result.exit_code)
+        if check and result.exit_code != 0:
+            raise SparkserveError(
+                "command_failed",
+                f"`{shlex.join(argv)}` failed with exit code {result.exit_code}",
+                node=self.name,
+                details=result.error_text or result.text[-2000:],
+            )
+        return result
+
+    def read(self, path: str | Path) -> bytes:
+        """Read a file."""
+        return self.run(["cat", "--", str(path)]).stdout
+
+    def write(self, path: str | Path, content: bytes, mode: int = 0o644) -> None:
+        """Write a file beside its goal and rename it, so that nobody meets half of it."""
+        self.run(["sh", "-c", _WRITE_SCRIPT, "sh", str(path), f"{mode:o}"], stdin=content)
+
+    def sudo(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 60.0) -> CommandResult:
+        """Run `argv` as root: directly, or by sudo without a password, or with the password we were given."""
+        if self.run(["id", "-u"]).text == "0":
+            return self.run(argv, stdin=stdin, timeout=timeout)
+        if self.run(["sudo", "-n", "--", "true"], check=False).exit_code == 0:
+            return self.run(["sudo", "-n", "--", *argv], stdin=stdin, timeout=timeout)
+        if self.sudo_password is None:
+            raise sudo_needs_password(self.name)
+        line = self.sudo_password.get_secret_value().encode() + b"\n"
+        # `-k` makes sudo read the password also when it remembers an earlier one, so that stdin is always as expected.
+        return self.run(["sudo", "-k", "-S", "-p", "", "--", *argv], stdin=line + stdin, timeout=timeout)
+
+
+def sudo_needs_password(node: str) -> SparkserveError:
+    """Say that sudo asks for a password that we do not have."""
+    return SparkserveError(
+        "sudo_password",
+        "sudo asks for a password and none was given",
+        "run `sparkserve tune` on a terminal, or set SPARKSERVE_SUDO_PASSWORD_FILE to a file of mode 0600",
+        node,
+        exit_code=3,
+    )
+
+
+def _exchange(process: Process, stdin: bytes, timeout: float) -> bytes:
+    """Feed stdin and collect stdout side by side, so that neither side's buffer can block the other."""
+    chunks: list[bytes] = []
+
+    def collect() -> None:
+        with contextlib.suppress(OSError, ValueError):  # the stream was closed under us: `wait` tells why
+            while chunk := process.stdout.read(65536):
+                chunks.append(chunk)
+
+    reader = threading.Thread(target=collect, daemon=True)
+    reader.start()
+    with contextlib.suppress(BrokenPipeError, OSError):  # a command may end without reading its input
+        process.stdin.write(stdin)
+        process.stdin.flush()
+    with contextlib.suppress(BrokenPipeError, OSError):
+        process.stdin.close()
+    reader.join(timeout)
+    if reader.is_alive():
+        raise TimeoutError
+    return b"".join(chunks)
+
+
+class _Collector:
+    """Keeps the last part of a stream while it flows."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._tail = b""
+        self._thread = threading.Thread(target=self._follow, args=(stream,), daemon=True)
+        self._thread.start()
+
+    def _follow(self, stream: IO[bytes]) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while chunk := stream.read1(65536) if hasattr(stream, "read1") else stream.read(4096):
+                self._tail = (self._tail + chunk)[-65536:]
+
+    def text(self, wait: float = 1.0) -> str:
+        self._thread.join(wait)
+        return self._tail.decode(errors="replace")
+
+
+class LocalProcess:
+    """A command on this machine, in a process group of its own so that Ctrl-C reaches it through us only."""
+
+    def __init__(self, argv: Sequence[str], name: str) -> None:
+        try:
+            self._popen = subprocess.Popen(
+                list(argv),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            message = f"cannot run `{argv[0]}`: {error.strerror}"
+            raise SparkserveError("tool_missing", message, f"install {Path(argv[0]).name}", name) from error
+        if not (self._popen.stdin and self._popen.stdout and self._popen.stderr):
+            raise AssertionError("Popen was asked for pipes")
+        self.stdin, self.stdout = self._popen.stdin, self._popen.stdout
+        self._stderr = self._popen.stderr
+        self._errors = _Collector(self._stderr)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """See `Process`."""
+        try:
+            return self._popen.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError from error
+
+    def error_text(self) -> str:
+        """See `Process`."""
+        return self._errors.text()
+
+    def close(self) -> None:
+        """See `Process`."""
+        if self._popen.poll() is None:
+            self._popen.terminate()
+            try:
+                self._popen.wait(2)
+            except subprocess.TimeoutExpired:
+                self._popen.kill()
+                self._popen.wait()
+        for stream in (self.stdin, self.stdout, self._stderr):
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+class LocalHost(Host):
+    """The machine on which the command was typed."""
+
+    python = sys.executable
+
+    def open(self, argv: Sequence[str]) -> Process:
+        """See `Host`."""
+        return LocalProcess(argv, self.name)
+
+    def close(self) -> None:
+        """See `Host`."""
+
+
+class SshProcess:
+    """A command on one channel of the control connection."""
+
+    def __init__(self, channel: paramiko.Channel, slot: threading.Semaphore) -> None:
+        self._channel = channel
+        self._slot: threading.Semaphore | None = slot
+        # paramiko's files are file-like without being typed as such
+        self.stdin: IO[bytes] = cast("Any", channel.makefile_stdin("wb"))
+        self.stdout: IO[bytes] = cast("Any", channel.makefile("rb"))
+        self._errors = _Collector(cast("Any", channel.makefile_stderr("rb")))
+
+    def wait(self, timeout: float | None = None) -> int:
+        """See `Process`."""
+        if not self._channel.status_event.wait(timeout):
+            raise TimeoutError
+        return self._channel.recv_exit_status()
+
+    def error_text(self) -> str:
+        """See `Process`."""
+        return self._errors.text()
+
+    def close(self) -> None:
+        """See `Process`."""
+        self._channel.close()
+        if self._slot is not None:
+            self._slot.release()
+            self._slot = None
+
+
+class SshHost(Host):
+    """A machine over one SSH connection; many commands share it, each on a channel of its own."""
+
+    def __init__(self, name: str, target: SshTarget, client: paramiko.SSHClient) -> None:
+        super().__init__(name)
+        self.target = target
+        self.client = client
+        self._slots = threading.Semaphore(_SESSIONS)
+
+    def open(self, argv: Sequence[str]) -> Process:
+        """See `Host`."""
+        import paramiko
+
+        self._slots.acquire()
+        try:
+            transport = self.client.get_transport()
+            if transport is None or not transport.is_active():
+                raise connection_lost(self.name)
+            channel = transport.open_session(timeout=20)
+            # SSH carries one string for the remote shell: this is the single place where words become a line.
+            channel.exec_command(shlex.join(argv))
+        except (paramiko.SSHException, OSError, EOFError) as error:
+            self._slots.release()
+            raise connection_lost(self.name, str(error)) from error
+        except SparkserveError:
+            self._slots.release()
+            raise
+        return SshProcess(channel, self._slots)
+
+    def close(self) -> None:
+        """See `Host`."""
+        self.client.close()
+
+
+def connection_lost(node: str, details: str = "") -> SparkserveError:
+    """Say that a connection which was there is gone."""
+    hint = f"ping the {node}; if it answers and ssh does not, the machine is out of memory: wait, then look again"
+    return SparkserveError("connection_lost", "the SSH connection ended", hint, node, details, exit_code=6)
+
+
+@contextlib.contextmanager
+def running(host: Host, argv: Sequence[str]) -> Iterator[Process]:
+    """Open a process and make sure that it is closed."""
+    log.debug("%s: %s", host.name, shlex.join(argv))
+    process = host.open(argv)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def mask(text: str, secrets: Sequence[SecretStr | None]) -> str:
+    """Replace every secret in a text that other programs wrote."""
+    for secret in secrets:
+        if secret is not None and len(secret.get_secret_value()) >= 4:
+            text = text.replace(secret.get_secret_value(), "***")
+    return text
+
+
+def expand_home(path: Path, home: str) -> str:
+    """Replace a leading `~` by the home directory of the node's account."""
+    text = str(path)
+    return os.path.join(home, text[2:]) if text.startswith("~/") else text  # noqa: PTH118 - a path of another machine

@@ -1,0 +1,136 @@
+"""What a recipe resolved to: commits, files with hashes, digests; from here on no network is needed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from sparkserve.errors import Failures, SparkserveError, usage_error
+from sparkserve.manifest import Manifest, ManifestFile
+from sparkserve.recipe import Data, Recipe
+from sparkserve.settings import Settings
+
+
+class LockedTemplate(Data):
+    """The chat template: one file of one repository at one commit."""
+
+    repository: str
+    commit: str = Field(pattern=r"[0-9a-f]{40}")
+    file: ManifestFile
+
+
+class LockedImage(Data):
+    """What the engine image is made of, or which finished one it is."""
+
+    base: str = Field("", description="Base image as name@sha256:…")
+    engine_repository: str = ""
+    engine_commit: str = Field("", pattern=r"([0-9a-f]{40})?")
+    reference: str = Field("", description="Finished image as name@sha256:…")
+
+
+class Lock(Data):
+    """All that a recipe leaves open, resolved once."""
+
+    schema_version: Literal[1] = Field(1, alias="schema")
+    recipe: str
+    weights: tuple[Manifest, ...]
+    chat_template: LockedTemplate | None = None
+    image: LockedImage
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all weights, in bytes."""
+        return sum(manifest.total_bytes for manifest in self.weights)
+
+    @property
+    def weights_id(self) -> str:
+        """Short digest of all weights commits."""
+        text = "\n".join(f"{manifest.repository}@{manifest.commit}" for manifest in self.weights)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def lock_path(env_file: Path) -> Path:
+    """Give the lock's place: beside the settings file."""
+    return env_file.parent / "sparkserve.lock.json"
+
+
+def read_lock(path: Path, recipe: Recipe, settings: Settings) -> Lock | None:
+    """Read a lock and refuse one that belongs to other sources; None where there is none yet."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise usage_error("lock_unreadable", f"cannot read {path}: {error}") from error
+    try:
+        lock = Lock.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        message = f"{path} is broken: {where}: {first['msg']}"
+        raise usage_error("lock_broken", message, "`sparkserve lock --update` makes it anew") from error
+    problems = find_disagreements(lock, recipe, settings)
+    if problems:
+        raise Failures(problems)
+    return lock
+
+
+def write_lock(path: Path, lock: Lock) -> None:
+    """Write the lock beside its goal, durably, and rename it."""
+    text = json.dumps(lock.model_dump(by_alias=True, exclude_none=True), indent=1) + "\n"
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def find_disagreements(lock: Lock, recipe: Recipe, settings: Settings) -> list[SparkserveError]:
+    """List where a lock is not of this recipe and these settings."""
+    found: list[str] = []
+    if lock.recipe != recipe.name:
+        found.append(f"it locks recipe {lock.recipe}, not {recipe.name}")
+    locked = {manifest.name: manifest for manifest in lock.weights}
+    if set(locked) != {weights.name for weights in recipe.weights}:
+        found.append(f"it locks the weights {', '.join(sorted(locked))}")
+    for weights in recipe.weights:
+        manifest = locked.get(weights.name)
+        if manifest and not _same_source(manifest.repository, manifest.commit, weights.repository, weights.revision):
+            wanted = f"{weights.repository} at {weights.revision}"
+            found.append(f"it locks {manifest.repository} at {manifest.commit}, the recipe wants {wanted}")
+        if manifest:
+            found += _denied(manifest, weights.deny_sha256)
+    repository = settings.engine_repository or recipe.image.engine_repository
+    revision = settings.engine_revision or recipe.image.engine_revision
+    image = lock.image
+    if recipe.image.dockerfile and not _same_source(image.engine_repository, image.engine_commit, repository, revision):
+        found.append(
+            f"it locks engine {image.engine_repository} at {image.engine_commit}, not {repository} at {revision}"
+        )
+    reference = settings.image or recipe.image.reference
+    if not recipe.image.dockerfile and image.reference.partition("@")[2] != reference.partition("@")[2]:
+        found.append(f"it locks image {image.reference}, not {reference}")
+    hint = "`sparkserve lock --update` resolves the sources anew"
+    return [usage_error("lock_differs", f"the lock does not fit: {text}", hint) for text in found]
+
+
+def _denied(manifest: Manifest, deny_sha256: tuple[str, ...]) -> list[str]:
+    return [
+        f"{file.path} has the hash of a file that must not be served (an older release of the same size)"
+        for file in manifest.files
+        if file.sha256 in deny_sha256
+    ]
+
+
+def _same_source(repository: str, commit: str, wanted_repository: str, wanted_revision: str) -> bool:
+    """Whether a commit can be what a revision named; a branch or tag can be any commit, hex digits must match."""
+    if repository != wanted_repository:
+        return False
+    is_hex = len(wanted_revision) >= 7 and all(character in "0123456789abcdef" for character in wanted_revision)
+    return commit.startswith(wanted_revision) if is_hex else True

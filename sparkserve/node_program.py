@@ -1,0 +1,385 @@
+"""The one program that is sent to a node: it answers JSON lines with facts, file states, hashes and small file changes.
+
+Standard library only, Python 3.9 or newer, and nothing of sparkserve is imported: the text of this file travels over
+the connection and runs on the node's own python3. It ends with its standard input, so nothing stays behind when the
+connection is cut. A request is `{"id", "do", ...}`; answers are `{"id", "progress"}` any number of times, then one
+`{"id", "result"}` or `{"id", "error": {"kind", "text"}}`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import hashlib
+import http.client
+import json
+import os
+import pathlib
+import platform
+import pwd
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+Request = dict[str, Any]
+CHUNK = 8 * 1024 * 1024
+_output = threading.Lock()
+_memory = threading.Lock()
+
+
+def send(message: dict[str, Any]) -> None:
+    """Write one answer line."""
+    line = json.dumps(message, separators=(",", ":")) + "\n"
+    with _output:
+        sys.stdout.write(line)
+        sys.stdout.flush()
+
+
+def hello(_request: Request) -> dict[str, Any]:
+    """Say who and where we are."""
+    user = pwd.getpwuid(os.getuid())
+    return {
+        "home": user.pw_dir,
+        "user": user.pw_name,
+        "uid": os.getuid(),
+        "hostname": socket.gethostname(),
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+
+
+# -- facts ------------------------------------------------------------------------------------------------------------
+
+
+def read_text(path: str) -> str | None:
+    """Read a small text file; None where it is absent or closed to us."""
+    try:
+        return pathlib.Path(path).read_text(errors="replace")
+    except OSError:
+        return None
+
+
+def run(argv: list[str], timeout: float = 10) -> dict[str, Any] | None:
+    """Run a tool and give its exit code and output; None where the tool is missing or gives no end."""
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return {"code": done.returncode, "out": done.stdout, "err": done.stderr}
+
+
+def facts(request: Request) -> dict[str, Any]:
+    """Collect the raw facts that the request names; parsing happens at home, in tested code."""
+    return {
+        "time": time.time(),
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "files": {path: read_text(path) for path in request.get("files", ())},
+        "disks": {path: disk(path) for path in request.get("disks", ())},
+        "commands": {name: run(argv) for name, argv in request.get("commands", {}).items()},
+        "tools": {name: shutil.which(name) for name in request.get("tools", ())},
+        "trees": {root: read_tree(root) for root in request.get("trees", ())},
+        "docker": {path: docker_get(path) for path in request.get("docker", ())},
+        "ports": {str(port): port_state(port) for port in request.get("ports", ())},
+    }
+
+
+def disk(path: str) -> dict[str, Any]:
+    """Give room and inodes of the file system that holds a path, or will hold it: its nearest existing parent."""
+    place = pathlib.Path(path)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        room = os.statvfs(place)
+        device = place.stat().st_dev
+    except OSError as error:
+        return {"error": error.strerror}
+    return {
+        "place": str(place),
+        "device": device,
+        "free": room.f_bavail * room.f_frsize,
+        "total": room.f_blocks * room.f_frsize,
+        "inodes": room.f_favail,
+        "writable": os.access(place, os.W_OK),
+    }
+
+
+def read_tree(root: str, depth: int = 6) -> dict[str, str | None]:
+    """Read the small files of a sysfs-like tree, links not followed below the first level."""
+    found: dict[str, str | None] = {}
+    for name in sorted(os.listdir(root)) if os.path.isdir(root) else []:
+        _walk(os.path.join(root, name), name, found, depth)
+    return found
+
+
+def _walk(path: str, name: str, found: dict[str, str | None], depth: int) -> None:
+    try:
+        if os.path.isdir(path):
+            entries = sorted(os.listdir(path)) if depth else []
+            if not entries:
+                found[name + "/"] = ""
+            for entry in entries:
+                inner = os.path.join(path, entry)
+                if entry not in ("subsystem", "power", "driver", "of_node") and not _loops(inner):
+                    _walk(inner, name + "/" + entry, found, depth - 1)
+        elif os.path.getsize(path) <= 65536:
+            found[name] = pathlib.Path(path).read_text(errors="replace").strip()
+    except OSError:
+        found[name] = None
+
+
+def _loops(path: str) -> bool:
+    return os.path.islink(path) and os.path.basename(path) != "device"
+
+
+class DockerConnection(http.client.HTTPConnection):
+    """HTTP over the Docker engine's socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("docker", timeout=15)
+        self._path = path
+
+    def connect(self) -> None:
+        """Open the socket."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def docker_get(path: str) -> dict[str, Any]:
+    """Ask the Docker engine; `error` tells apart: missing, refused, permission, timeout."""
+    address = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    connection = DockerConnection(address[len("unix://") :] if address.startswith("unix://") else address)
+    kinds = {FileNotFoundError: "missing", ConnectionRefusedError: "refused", PermissionError: "permission"}
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        body = answer.read()
+    except OSError as error:
+        return {"error": kinds.get(type(error), "timeout" if isinstance(error, TimeoutError) else "failed")}
+    finally:
+        connection.close()
+    return {"status": answer.status, "body": json.loads(body or b"null")}
+
+
+def port_state(port: int) -> str:
+    """Try whether a TCP port is free on all addresses."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))  # noqa: S104 - bound for a moment to learn whether it is free, never listened on
+        except OSError as error:
+            return error.strerror or str(error)
+    return "free"
+
+
+# -- files and hashes -------------------------------------------------------------------------------------------------
+
+
+def identity(found: os.stat_result) -> list[int]:
+    """Give what changes with a file's bytes, also when size and mtime were put back: ctime cannot be."""
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
+
+
+class Remembered:
+    """Hashes seen on this node, by path and identity, in one JSON file that is replaced as a whole."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def load(self) -> dict[str, Any]:
+        """Read all; an unreadable store is an empty one, since everything in it can be computed again."""
+        try:
+            with open(self.path) as store:
+                found: dict[str, Any] = json.load(store)
+                return found
+        except (OSError, ValueError):
+            return {}
+
+    def get(self, store: dict[str, Any], path: str, found: os.stat_result, algorithm: str) -> str | None:
+        """Give the hash of a file that has not changed since it was hashed."""
+        known = store.get(path)
+        return known["digest"] if known and known["is"] == identity(found) and known["by"] == algorithm else None
+
+    def add(self, path: str, found: os.stat_result, algorithm: str, digest: str) -> None:
+        """Remember one hash."""
+        with _memory:
+            store = self.load()
+            store[path] = {"is": identity(found), "by": algorithm, "digest": digest}
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            beside = f"{self.path}.{os.getpid()}"
+            with open(beside, "w") as new:
+                json.dump(store, new)
+                new.flush()
+                os.fsync(new.fileno())
+            os.replace(beside, self.path)
+
+
+def file_state(path: str) -> tuple[str, os.stat_result | None]:
+    """Look at a path without following a link in its last part."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return "missing", None
+    except OSError:
+        return "unreadable", None
+    if stat.S_ISLNK(found.st_mode):
+        return "link", found
+    return ("file" if stat.S_ISREG(found.st_mode) else "other"), found
+
+
+def look(request: Request) -> dict[str, Any]:
+    """Tell kind, size and remembered hash of files: `{"store", "files": [{"path", "algorithm"}]}`."""
+    memory = Remembered(request["store"])
+    store = memory.load()
+    answer = {}
+    for file in request["files"]:
+        path = file["path"]
+        kind, found = file_state(path)
+        row: dict[str, Any] = {"kind": kind, "size": found.st_size if found else 0, "digest": None}
+        if found is not None and kind == "file":
+            row["digest"] = memory.get(store, path, found, file["algorithm"])
+            row["blocks"] = found.st_blocks * 512
+        answer[path] = row
+    return answer
+
+
+def hash_file(path: str, algorithm: str, tell: Callable[[int], None]) -> tuple[os.stat_result, str]:
+    """Hash a file and drop its pages behind the reader: a unified-memory machine must not fill up with page cache."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(descriptor)
+        digest = hashlib.sha256() if algorithm == "sha256" else hashlib.sha1(usedforsecurity=False)
+        if algorithm == "git-sha1":
+            digest.update(b"blob %d\0" % found.st_size)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        buffer = memoryview(bytearray(CHUNK))
+        done = 0
+        while count := os.readv(descriptor, [buffer]):
+            digest.update(buffer[:count])
+            os.posix_fadvise(descriptor, done, count, os.POSIX_FADV_DONTNEED)
+            done += count
+            tell(count)
+        if identity(os.fstat(descriptor)) != identity(found):
+            raise OSError(0, "changed while it was read")
+        return found, digest.hexdigest()
+    finally:
+        os.close(descriptor)
+
+
+def hash_files(request: Request, tell: Callable[[dict[str, int]], None]) -> dict[str, Any]:
+    """Hash files side by side, largest first; answers path to `{"kind", "size", "digest"}`."""
+    memory = Remembered(request["store"])
+    done = [0]
+    told = [0.0]
+    counting = threading.Lock()
+    if request.get("gentle"):
+        os.nice(19)
+
+    def count(size: int) -> None:
+        with counting:
+            done[0] += size
+            now = time.monotonic()
+            if now - told[0] < 0.2:
+                return
+            told[0] = now
+        tell({"bytes": done[0]})
+
+    def one(file: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        path, algorithm = file["path"], file["algorithm"]
+        kind, _ = file_state(path)
+        if kind != "file":
+            return path, {"kind": kind, "size": 0, "digest": None}
+        try:
+            found, digest = hash_file(path, algorithm, count)
+        except OSError as error:
+            return path, {"kind": "unreadable", "size": 0, "digest": None, "error": error.strerror}
+        memory.add(path, found, algorithm, digest)
+        return path, {"kind": "file", "size": found.st_size, "digest": digest}
+
+    workers = 1 if request.get("gentle") else request.get("workers") or len(os.sched_getaffinity(0))
+    files = sorted(request["files"], key=lambda file: -file.get("size", 0))
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        return dict(pool.map(one, files))
+
+
+def make_directories(request: Request) -> dict[str, Any]:
+    """Make directories and their parents; an existing one is fine."""
+    for path in request["paths"]:
+        os.makedirs(path, mode=request.get("mode", 0o755), exist_ok=True)
+    return {}
+
+
+def settle(request: Request) -> dict[str, Any]:
+    """Give a finished partial file its name: durable first, then visible; the hash must have been right before."""
+    source, target = request["source"], request["target"]
+    descriptor = os.open(source, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(target):
+        os.unlink(target)
+    os.replace(source, target)
+    folder = os.open(os.path.dirname(target), os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    found = os.lstat(target)
+    if request.get("digest"):
+        Remembered(request["store"]).add(target, found, request["algorithm"], request["digest"])
+    return {"size": found.st_size}
+
+
+def remove(request: Request) -> dict[str, Any]:
+    """Remove files that are ours; an absent one is fine."""
+    for path in request["paths"]:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    return {}
+
+
+ACTIONS = {
+    "hello": hello,
+    "facts": facts,
+    "look": look,
+    "mkdir": make_directories,
+    "settle": settle,
+    "remove": remove,
+}
+
+
+def answer(request: Request) -> None:
+    """Carry out one request and send its end."""
+    number = request["id"]
+    try:
+        if request["do"] == "hash":
+            result = hash_files(request, lambda progress: send({"id": number, "progress": progress}))
+        else:
+            result = ACTIONS[request["do"]](request)
+        send({"id": number, "result": result})
+    except OSError as error:
+        text = f"{error.filename or request['do']}: {error.strerror or error}"
+        send({"id": number, "error": {"kind": type(error).__name__, "errno": error.errno, "text": text}})
+    except Exception as error:  # noqa: BLE001 - it travels home, where it is raised again
+        send({"id": number, "error": {"kind": type(error).__name__, "errno": None, "text": repr(error)}})
+
+
+def main() -> None:
+    """Answer requests until standard input ends."""
+    for line in sys.stdin.buffer:
+        threading.Thread(target=answer, args=(json.loads(line),), daemon=True).start()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

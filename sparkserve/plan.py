@@ -1,0 +1,280 @@
+"""Changes, the plan that holds them, and the one function that carries a plan out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sparkserve.errors import Failures, SparkserveError
+
+# How many changes of one kind run side by side; the rest share the default.
+DEFAULT_WIDTHS: Mapping[str, int] = {"download": 4, "copy": 3, "hash": 2, "image": 1, "sudo": 1}
+_DEFAULT_WIDTH = 4
+# After this many failures of one kind the rest of that kind is not tried: forty times the same answer helps nobody.
+_LANE_PATIENCE = 2
+
+
+class Work(Protocol):
+    """What a running change can say and ask."""
+
+    def progress(self, done: int, total: int) -> None:
+        """Tell how many of `total` bytes (or units) are done."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Tell what is being done now, in a few words."""
+        ...
+
+    def check(self) -> None:
+        """Raise `Cancelled` when the run was interrupted."""
+        ...
+
+
+class Cancelled(Exception):
+    """The run was interrupted while this change was under way."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference between what is and what is wanted, and the action that removes it.
+
+    `needs` are keys of other changes; a key that is in no plan holds already. The action returns its proof: what was
+    observed afterwards, in a few words.
+    """
+
+    node: str
+    step: str
+    resource: str
+    before: str
+    after: str
+    action: Callable[[Work], str] = field(repr=False, compare=False)
+    needs: tuple[str, ...] = ()
+    lane: str = ""
+    size: int = 0
+    disturbs: bool = False
+
+    @property
+    def key(self) -> str:
+        """Name of this change within a plan."""
+        return key_of(self.node, self.step, self.resource)
+
+
+def key_of(node: str, step: str, resource: str) -> str:
+    """Give the key under which other changes can need this one."""
+    return f"{node}/{step}/{resource}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All changes of a run, in the order in which they are shown."""
+
+    changes: tuple[Change, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything is as wanted already."""
+        return not self.changes
+
+    def __post_init__(self) -> None:
+        doubled = [key for key, count in Counter(change.key for change in self.changes).items() if count > 1]
+        if doubled:
+            raise ValueError(f"changes planned twice: {doubled}")
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A change that was carried out, its proof, and how long it took in seconds."""
+
+    change: Change
+    proof: str
+    seconds: float
+
+
+@dataclass
+class ApplyReport:
+    """What was really done, apart from what was planned."""
+
+    applied: list[Applied] = field(default_factory=list)
+    failed: list[tuple[Change, SparkserveError]] = field(default_factory=list)
+    not_reached: list[Change] = field(default_factory=list)
+
+    def raise_failures(self) -> None:
+        """Raise what failed, one error per distinct cause."""
+        distinct = {(error.code, error.node, error.message): error for _, error in self.failed}
+        if distinct:
+            raise Failures(list(distinct.values()))
+
+
+class Reporter(Protocol):
+    """Who is told how a plan goes; called from several threads, one call at a time."""
+
+    def started(self, change: Change) -> None:
+        """Tell that a change begins."""
+        ...
+
+    def progress(self, change: Change, done: int, total: int) -> None:
+        """Tell how far a change is."""
+        ...
+
+    def note(self, change: Change, text: str) -> None:
+        """Tell what a change is doing now."""
+        ...
+
+    def finished(self, applied: Applied) -> None:
+        """Tell that a change is done and proved."""
+        ...
+
+    def failed(self, change: Change, error: SparkserveError) -> None:
+        """Tell that a change failed."""
+        ...
+
+
+class _Run:
+    """One application of a plan: a thread per running change, all state under one condition."""
+
+    def __init__(self, plan: Plan, reporter: Reporter, widths: Mapping[str, int]) -> None:
+        self.waiting = list(plan.changes)
+        self.planned = {change.key for change in plan.changes}
+        self.running: dict[str, Change] = {}
+        self.done: set[str] = set()
+        self.broken: set[str] = set()
+        self.lane_failures: Counter[str] = Counter()
+        self.bugs: list[BaseException] = []
+        self.report = ApplyReport()
+        self.reporter = reporter
+        self.widths = widths
+        self.changed = threading.Condition()
+        self.cancelled = threading.Event()
+
+    def next_ready(self) -> Change | None:
+        busy = Counter(change.lane for change in self.running.values())
+        for change in self.waiting:
+            free = busy[change.lane] < self.widths.get(change.lane, _DEFAULT_WIDTH)
+            if free and all(need in self.done or need not in self.planned for need in change.needs):
+                return change
+        return None
+
+    def drop_unreachable(self) -> None:
+        """Take out what waits for a failed change, or belongs to a kind that keeps failing."""
+        while True:
+            hopeless = [
+                change
+                for change in self.waiting
+                if self.cancelled.is_set()
+                or self.lane_failures[change.lane] >= _LANE_PATIENCE
+                or any(need in self.broken for need in change.needs)
+            ]
+            if not hopeless:
+                return
+            for change in hopeless:
+                self.waiting.remove(change)
+                self.broken.add(change.key)
+                self.report.not_reached.append(change)
+
+    def carry_out(self, change: Change) -> None:
+        begun = time.monotonic()
+        try:
+            proof = change.action(_ChangeWork(self, change))
+        except Cancelled:
+            self._end(change, lambda: self.report.not_reached.append(change), works=False)
+        except SparkserveError as error:
+            error.node = error.node or change.node
+            failure = error
+            self._end(change, lambda: self._fail(change, failure), works=False)
+        except BaseException as error:  # noqa: BLE001 - a bug of ours: it is raised again by the main thread
+            bug = error
+            self._end(change, lambda: self.bugs.append(bug), works=False)
+            self.cancelled.set()
+        else:
+            applied = Applied(change, proof, time.monotonic() - begun)
+            self._end(change, lambda: self._finish(applied), works=True)
+
+    def _finish(self, applied: Applied) -> None:
+        self.report.applied.append(applied)
+        self.reporter.finished(applied)
+
+    def _fail(self, change: Change, error: SparkserveError) -> None:
+        self.report.failed.append((change, error))
+        self.lane_failures[change.lane] += 1
+        self.reporter.failed(change, error)
+
+    def _end(self, change: Change, tell: Callable[[], None], *, works: bool) -> None:
+        with self.changed:
+            del self.running[change.key]
+            (self.done if works else self.broken).add(change.key)
+            tell()
+            self.changed.notify_all()
+
+    def loop(self) -> None:
+        with self.changed:
+            while self.waiting or self.running:
+                self.drop_unreachable()
+                change = self.next_ready()
+                if change is not None:
+                    self.waiting.remove(change)
+                    self.running[change.key] = change
+                    self.reporter.started(change)
+                    threading.Thread(target=self.carry_out, args=(change,), name=change.key, daemon=True).start()
+                elif self.running:
+                    self.changed.wait(0.5)
+                elif self.waiting:
+                    raise ValueError(f"changes that need each other: {[change.key for change in self.waiting]}")
+
+    def drain(self, seconds: float) -> None:
+        """After an interrupt: give running changes time to end cleanly."""
+        self.cancelled.set()
+        deadline = time.monotonic() + seconds
+        with self.changed:
+            while self.running and time.monotonic() < deadline:
+                self.changed.wait(0.2)
+            self.report.not_reached += [*self.running.values(), *self.waiting]
+
+
+class _ChangeWork:
+    def __init__(self, run: _Run, change: Change) -> None:
+        self._run = run
+        self._change = change
+
+    def progress(self, done: int, total: int) -> None:
+        with self._run.changed:
+            self._run.reporter.progress(self._change, done, total)
+
+    def note(self, text: str) -> None:
+        with self._run.changed:
+            self._run.reporter.note(self._change, text)
+
+    def check(self) -> None:
+        if self._run.cancelled.is_set():
+            raise Cancelled
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was interrupted; `report` says what is done, `exit_code` is 130 or 143."""
+
+    def __init__(self, report: ApplyReport, exit_code: int = 130) -> None:
+        super().__init__()
+        self.report = report
+        self.exit_code = exit_code
+
+
+def apply(plan: Plan, reporter: Reporter, widths: Mapping[str, int] = DEFAULT_WIDTHS) -> ApplyReport:
+    """Carry out a plan; changes whose needs are met run side by side, and a failure stops only what needs it."""
+    run = _Run(plan, reporter, widths)
+    try:
+        run.loop()
+    except KeyboardInterrupt as error:
+        run.drain(20)
+        raise Interrupted(run.report, getattr(error, "exit_code", 130)) from None
+    if run.bugs:
+        raise run.bugs[0]
+    return run.report
+
+
+def select(changes: Iterable[Change], steps: Iterable[str]) -> Plan:
+    """Build the plan of a command that covers only some steps of the line."""
+    wanted = set(steps)
+    return Plan(tuple(change for change in changes if change.step in wanted))

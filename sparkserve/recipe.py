@@ -1,0 +1,388 @@
+"""What to serve, as data: a recipe directory read into typed, checked models; nothing in a recipe can run code."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from sparkserve.errors import Failures, SparkserveError, usage_error
+from sparkserve.settings import nearest_name
+
+PLACEHOLDER = re.compile(r"\$\{([A-Za-z0-9_.-]+)\}")
+# What argv, environment and mounts may name. `link.*` and `cache` are those of the rank's own node, never the other's.
+PLACEHOLDERS = {
+    "rank": "0 on the head, 1 on the worker",
+    "head.link.address": "the head's IPv4 address on the cable",
+    "worker.link.address": "the worker's IPv4 address on the cable",
+    "link.address": "this node's IPv4 address on the cable",
+    "link.interface": "this node's interface that owns the link address",
+    "link.hcas": "this node's RDMA devices of the cabled port, separated by commas",
+    "link.gid_index": "this node's RoCE v2 GID index of the link address (looked up at each start)",
+    "ports.api": "port of the API",
+    "ports.master": "port on which the ranks meet",
+    "api_host": "address on which the API listens",
+    "cache": "this node's cache directory",
+    "weights.id": "short digest of all weights commits, to keep rank caches of different weights apart",
+    "image.id": "short digest of the engine image, to keep compiled code of different engines apart",
+    "model_name": "name under which the API serves the model",
+    "context": "longest context, in tokens",
+    "requests": "requests served side by side",
+    "drafts": "draft tokens per step",
+}
+CheckName = Literal["answer", "thinking", "tool", "schema", "needle"]
+Regex = Annotated[str, Field(min_length=1)]
+
+
+class Data(BaseModel):
+    """Base of all recipe tables: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Parameters(Data):
+    """Values of the model that the owner may change in `.env`; absent means that this recipe has no such value."""
+
+    model_name: str = Field(description="Name under which the API serves the model")
+    context: int = Field(description="Longest context, in tokens")
+    requests: int | None = Field(None, description="Requests served side by side")
+    drafts: int | None = Field(None, description="Draft tokens per step")
+    thinking: bool | None = Field(None, description="Whether replies think by default")
+    context_limit: int | None = Field(None, description="Most context that the model or the memory allows, in tokens")
+    drafts_limit: int | None = Field(None, description="Most draft tokens that the engine takes")
+
+
+class Ports(Data):
+    """TCP ports; both must be free on both nodes."""
+
+    api: int = Field(description="Port of the API, on the head", ge=1, le=65535)
+    master: int = Field(description="Port on which the ranks meet, on the head's link address", ge=1, le=65535)
+
+
+class Weights(Data):
+    """Files of one hub repository at one commit, seen by the engine in one directory."""
+
+    name: str = Field(description="Name within the recipe", pattern=r"[a-z0-9-]+")
+    repository: str = Field(description="`org/name` on the hub", pattern=r"[\w.-]+/[\w.-]+")
+    revision: str = Field(description="Commit (40 hex digits, or a prefix of at least 8), branch or tag")
+    include: tuple[str, ...] = Field(("*",), description="Glob patterns of the wanted files")
+    exclude: tuple[str, ...] = Field((), description="Glob patterns of files left out")
+    files: int | None = Field(None, description="How many files must be found; a different count stops the lock")
+    mount: str = Field(description="Directory in the container where the engine sees these files", pattern=r"/.+")
+    deny_sha256: tuple[str, ...] = Field((), description="Hashes that must not be served: same size, wrong content")
+    expected_bytes: int = Field(0, description="Rough size, in bytes, for a disk budget before the lock exists")
+
+
+class ChatTemplate(Data):
+    """A chat template fetched at a pinned hash; the prologue is put in front of it, its own lines stay as they are."""
+
+    repository: str = Field(description="Hub repository that holds the template")
+    revision: str = Field(description="Commit of that repository")
+    path: str = Field("chat_template.jinja", description="Path of the template in the repository")
+    git_sha1: str | None = Field(None, description="Git blob hash of the template", pattern=r"[0-9a-f]{40}")
+    prologue: str = Field("", description="File of the recipe that is put in front, to set defaults")
+    mount: str = Field(description="Path in the container where the engine reads the template", pattern=r"/.+")
+    licence: str = Field("", description="Licence of the fetched template")
+
+
+class Image(Data):
+    """The engine image: built here from a pinned base and a pinned engine commit, or pulled by digest."""
+
+    dockerfile: str = Field("", description="Dockerfile of the recipe; empty means that `reference` is used")
+    base: str = Field("", description="Base image, `registry/name:tag`")
+    base_digest: str = Field("", description="Digest of the base image", pattern=r"(sha256:[0-9a-f]{64})?")
+    engine_repository: str = Field("", description="Git address of the engine")
+    engine_revision: str = Field("", description="Branch, tag or commit of the engine")
+    build_arguments: dict[str, str] = Field(default_factory=dict, description="Further `--build-arg`s")
+    reference: str = Field("", description="Finished image, `name@sha256:…`; SPARKSERVE_IMAGE where empty")
+    reference_help: str = Field("", description="What to set SPARKSERVE_IMAGE to, where no public image is known")
+    architecture: Literal["arm64", "amd64", "any"] = Field("arm64", description="Architecture the image must have")
+    entrypoint: tuple[str, ...] = Field(description="The image's entry point, given to Docker as it is")
+    flags_help: tuple[str, ...] = Field((), description="Arguments after the entry point that print every flag")
+    expected_bytes: int = Field(25_000_000_000, description="Rough size on disk, in bytes, for the disk budget")
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> Image:
+        if self.dockerfile and not self.base:
+            raise ValueError("a dockerfile needs `base`")
+        if not self.dockerfile and self.reference and "@sha256:" not in self.reference:
+            raise ValueError("`reference` should be pinned: name@sha256:<64 hex digits>")
+        return self
+
+
+class Mount(Data):
+    """A directory of the node that the engine may write, such as its caches."""
+
+    source: str = Field(description="Directory on the node; made if absent")
+    target: str = Field(description="Path in the container", pattern=r"/.+")
+    writable: bool = Field(default=True, description="Whether the engine may write there")
+
+
+class Container(Data):
+    """Options of both ranks' containers; the network is the host's, and the container is never privileged."""
+
+    gpus: bool = Field(default=True, description="Give the container all GPUs")
+    ipc: Literal["host", "private"] = Field("private", description="Shared memory with the host or its own")
+    shm_bytes: int = Field(2_147_483_648, description="Size of /dev/shm, in bytes, where ipc is private")
+    devices: tuple[str, ...] = Field(("/dev/infiniband",), description="Devices of the host")
+    capabilities: tuple[str, ...] = Field(("IPC_LOCK",), description="Linux capabilities to add")
+    ulimits: dict[str, int] = Field(default_factory=lambda: {"memlock": -1}, description="Limits; -1 is unlimited")
+    oom_score_adj: int = Field(1000, description="The kernel ends the engine before anything else", ge=-1000, le=1000)
+    pids_limit: int | None = Field(None, description="Most processes in the container")
+    stop_seconds: int = Field(90, description="Time between SIGTERM and SIGKILL", ge=1)
+    mounts: tuple[Mount, ...] = Field((), description="Directories that survive the container")
+
+
+class Switch(Data):
+    """Arguments that depend on one parameter."""
+
+    parameter: Literal["thinking", "drafts", "requests", "api_key"] = Field(description="Name of the parameter")
+    on: tuple[str, ...] = Field((), description="Arguments when it is true, set, or more than 0")
+    off: tuple[str, ...] = Field((), description="Arguments when it is false, absent or 0")
+    ranks: tuple[Literal[0, 1], ...] = Field((0, 1), description="Ranks that get them")
+
+
+class Launch(Data):
+    """argv and environment; `${…}` names the value of the rank's own node."""
+
+    argv: tuple[str, ...] = Field(description="Arguments of both ranks")
+    head_argv: tuple[str, ...] = Field((), description="Further arguments of rank 0")
+    worker_argv: tuple[str, ...] = Field((), description="Further arguments of rank 1")
+    switches: tuple[Switch, ...] = Field((), description="Arguments that depend on a parameter")
+    env: dict[str, str] = Field(default_factory=dict, description="Environment of both ranks")
+    head_env: dict[str, str] = Field(default_factory=dict, description="Further environment of rank 0")
+    worker_env: dict[str, str] = Field(default_factory=dict, description="Further environment of rank 1")
+    api_key_mount: str = Field("", description="Path in rank 0's container of the API key file")
+
+
+class Memory(Data):
+    """What the pair must have; GiB are 2**30 bytes, per node."""
+
+    required_gib: float = Field(description="MemAvailable that a node must show before the start")
+    weights_gib: float = Field(0, description="Weights held by one rank")
+    kv_gib: float = Field(0, description="Key-value cache of one rank")
+    floor_gib: float = Field(2, description="MemAvailable below which a serving node is in danger")
+    first_start_disk_bytes: int = Field(0, description="What the first start writes to the cache directory of a node")
+
+
+class Phase(Data):
+    """A line of the engine's log that shows how far the load is."""
+
+    name: str = Field(description="What to show")
+    pattern: Regex = Field(description="Regular expression; groups `done` and `total` are shown as n/N")
+
+
+class KnownFailure(Data):
+    """A line of the engine's log that means trouble."""
+
+    pattern: Regex = Field(description="Regular expression")
+    cause: str = Field(description="What it means, in plain words")
+    advice: str = Field(description="What to do")
+    fatal: bool = Field(default=True, description="Whether the start is given up when the line appears")
+    serving: bool = Field(default=False, description="Whether the line means that a serving pair is broken")
+
+
+class Readiness(Data):
+    """When the engine counts as ready: a real completion is always asked for; this tells where and how long."""
+
+    health: str = Field("/health", description="Path that answers once HTTP is open")
+    first_seconds: int = Field(3600, description="Deadline of the first start (compiling, rank cache), in seconds")
+    later_seconds: int = Field(1200, description="Deadline of later starts, in seconds")
+    warm_up_tokens: int = Field(0, description="Length of a first prompt after the start, 0 for none")
+
+
+class Counters(Data):
+    """Names of Prometheus counters that show work in flight."""
+
+    path: str = Field("/metrics", description="Path of the metrics")
+    running: str = Field(description="Gauge of requests in flight")
+    waiting: str = Field("", description="Gauge of requests that wait")
+    moving: tuple[str, ...] = Field(description="Counters of which one moves while work goes on")
+    generated: str = Field("", description="Counter of generated tokens")
+    stalled_seconds: int = Field(120, description="Requests run and no counter moved for so long: stalled")
+
+
+class Verify(Data):
+    """What `sparkserve verify` can ask of this model."""
+
+    checks: tuple[CheckName, ...] = Field(("answer", "thinking", "tool", "schema", "needle"), description="Requests")
+    thinking_on: dict[str, Any] = Field(default_factory=dict, description="Request fields that turn thinking on")
+    thinking_off: dict[str, Any] = Field(default_factory=dict, description="Request fields that turn thinking off")
+    needle_tokens: int = Field(24_000, description="Rough length of the long prompt, in tokens")
+    untrained: bool = Field(default=False, description="Random weights: what needs a trained model is not applicable")
+
+
+class Tuning(Data):
+    """Kernel settings of both nodes; the old values are kept and can be put back."""
+
+    sysctl: dict[str, str] = Field(default_factory=dict, description="Name and value of each sysctl")
+
+
+class Figure(Data):
+    """A published figure to compare with."""
+
+    name: str
+    value: float
+    unit: str
+    source: str
+
+
+class Recipe(Data):
+    """All of a recipe; `directory` and `parents` are filled in by the loader."""
+
+    schema_version: Literal[1] = Field(alias="schema", description="Version of this format")
+    name: str = Field(description="Name of the recipe", pattern=r"[a-z0-9][a-z0-9.-]*")
+    title: str = Field(description="One line for a list")
+    engine: str = Field(description="Engine family: tensorfold, vllm, sglang, …; only a label")
+    licence: str = Field("", description="Licences of the parts")
+    proven: bool = Field(default=False, description="Whether it was started on real Sparks")
+    why: str = Field("", description="What is proved or what is missing")
+    parameters: Parameters
+    ports: Ports
+    weights: tuple[Weights, ...] = Field(min_length=1)
+    chat_template: ChatTemplate | None = None
+    image: Image
+    container: Container = Container()
+    launch: Launch
+    memory: Memory
+    phases: tuple[Phase, ...] = ()
+    failures: tuple[KnownFailure, ...] = ()
+    readiness: Readiness = Readiness()
+    counters: Counters | None = None
+    verification: Verify = Field(default=Verify(), alias="verify")
+    tuning: Tuning = Tuning()
+    figures: tuple[Figure, ...] = ()
+    directories: tuple[Path, ...] = Field((), exclude=True)
+
+    @field_validator("phases", "failures")
+    @classmethod
+    def _patterns_compile(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        for item in value:
+            try:
+                re.compile(item.pattern)
+            except re.error as error:
+                raise ValueError(f"pattern {item.pattern!r} is no regular expression: {error}") from error
+        return value
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> Recipe:
+        for text in self.templated_texts():
+            for name in PLACEHOLDER.findall(text):
+                if name not in PLACEHOLDERS:
+                    raise ValueError(f"${{{name}}} in {text!r} is unknown{nearest_name(name, PLACEHOLDERS)}")
+        return self
+
+    def templated_texts(self) -> Iterator[str]:
+        """List every text in which `${…}` is replaced."""
+        launch = self.launch
+        yield from (*launch.argv, *launch.head_argv, *launch.worker_argv)
+        for switch in launch.switches:
+            yield from (*switch.on, *switch.off)
+        for env in (launch.env, launch.head_env, launch.worker_env):
+            yield from env.values()
+        for mount in self.container.mounts:
+            yield mount.source
+
+    def file(self, name: str) -> bytes:
+        """Read a file of the recipe: its own, or that of the recipe it extends."""
+        for directory in self.directories:
+            path = directory / name
+            if path.is_file() and directory.resolve() in path.resolve().parents:
+                return path.read_bytes()
+        raise usage_error("recipe_file", f"recipe {self.name} has no file {name}")
+
+
+def render(text: str, values: Mapping[str, str]) -> str:
+    """Replace `${name}`; a value that is not known stays visible as `<name>`."""
+    return PLACEHOLDER.sub(lambda match: values.get(match[1], f"<{match[1]}>"), text)
+
+
+def templates_dir() -> Path:
+    """Find the shipped templates: inside the installed package, or beside it in a checkout."""
+    inside = Path(__file__).parent / "templates"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "templates"
+
+
+def shipped_names() -> list[str]:
+    """List the recipes that came with sparkserve."""
+    return sorted(path.parent.name for path in (templates_dir() / "recipes").glob("*/recipe.toml"))
+
+
+def find_directory(name: str) -> Path:
+    """Find a recipe by name, or by path when it holds a slash or a dot in front."""
+    if "/" in name or name.startswith((".", "~")):
+        directory = Path(name).expanduser()
+    else:
+        directory = templates_dir() / "recipes" / name
+    if not (directory / "recipe.toml").is_file():
+        near = nearest_name(name, shipped_names())
+        raise usage_error(
+            "recipe_unknown", f"no recipe {name}{near}", "`sparkserve recipes` lists them; a path works too"
+        )
+    return directory
+
+
+def load_recipe(name: str) -> Recipe:
+    """Read and check a recipe; raise with every problem found."""
+    table, directories = _read(find_directory(name), [])
+    try:
+        return Recipe.model_validate({**table, "directories": directories})
+    except ValidationError as error:
+        raise Failures([_explain(problem, name) for problem in error.errors(include_input=False)]) from error
+
+
+def _read(directory: Path, seen: list[Path]) -> tuple[dict[str, Any], list[Path]]:
+    if directory.resolve() in seen:
+        raise usage_error("recipe_invalid", f"recipe {directory} extends itself")
+    path = directory / "recipe.toml"
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise usage_error("recipe_invalid", f"{path}: {error}") from error
+    parent = table.pop("extends", None)
+    if parent is None:
+        return table, [directory]
+    beside = directory.parent / parent
+    where = beside if (beside / "recipe.toml").is_file() else find_directory(parent)
+    base, directories = _read(where, [*seen, directory.resolve()])
+    return _merge(base, table), [directory, *directories]
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay one table over another: tables merge key by key, everything else is replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both_tables else value
+    return merged
+
+
+def _explain(problem: Any, name: str) -> SparkserveError:  # noqa: ANN401 - pydantic's own typed dict
+    location = [str(part) for part in problem["loc"]]
+    text = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        text = f"unknown key{nearest_name(location[-1], _known_keys(Recipe, location[:-1]))}"
+    where = ".".join(location) or "recipe"
+    return usage_error(
+        "recipe_invalid", f"recipe {name}: {where}: {text}", "`sparkserve recipes show NAME` explains the keys"
+    )
+
+
+def _known_keys(model: type[BaseModel], location: list[str]) -> list[str]:
+    for part in location:
+        for name, field in model.model_fields.items():
+            if part == (field.alias or name):
+                found = list(_models_in(field.annotation))
+                model = found[0] if found else model
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:  # noqa: ANN401 - a type expression
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in getattr(annotation, "__args__", ()):
+        yield from _models_in(argument)

@@ -1,0 +1,265 @@
+"""`.env`, environment and flags to one frozen `Settings`; every bad key is reported at once."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
+
+from sparkserve.errors import Failures, SparkserveError, usage_error
+
+PREFIX = "SPARKSERVE_"
+FOREIGN_NAMES = ("HF_TOKEN", "HF_ENDPOINT")
+_LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+
+
+def _split_words(value: object) -> object:
+    """Accept a JSON-free list: words as a shell would split them."""
+    return tuple(shlex.split(value)) if isinstance(value, str) else value
+
+
+def _parse_rate(value: object) -> object:
+    """Read `40MB`, `2GB` or a plain number of bytes per second; 0 means no limit."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMG]?)(i?)(?:[bB](?:/s)?)?\s*", value)
+    if match is None:
+        raise ValueError("should be bytes per second, such as 40MB")
+    number, unit, binary = match.groups()
+    power = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3}[unit]
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+Words = Annotated[tuple[str, ...], BeforeValidator(_split_words)]
+Rate = Annotated[int, BeforeValidator(_parse_rate)]
+
+
+class Settings(BaseModel):
+    """What the owner of the pair decides; a field that is None leaves the decision to the recipe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, str_strip_whitespace=True)
+
+    worker: str = Field(
+        "", description="The worker as ssh reaches it: address, name, alias of ~/.ssh/config or user@address"
+    )
+    ssh_port: int | None = Field(
+        None, ge=1, le=65535, description="Port of the worker's sshd; else ~/.ssh/config or 22"
+    )
+    ssh_key: Path | None = Field(None, description="Private key file for the worker; else ~/.ssh/config or the agent")
+    head_link: str = Field("", description="The head's own IPv4 address on the QSFP cable")
+    worker_link: str = Field("", description="The worker's IPv4 address on the QSFP cable")
+    recipe: str = Field("tensorfold-1017", description="Name of a shipped recipe or path of a recipe directory")
+    models_dir: Path = Field(
+        Path("~/sparkserve/models"), description="Where weights live, on both nodes; ~ is each node's home"
+    )
+    cache_dir: Path = Field(
+        Path("~/sparkserve/cache"), description="Where engines keep compiled code and rank caches, on both nodes"
+    )
+    worker_models_dir: Path | None = Field(None, description="The worker's models_dir where it differs from the head's")
+    worker_cache_dir: Path | None = Field(None, description="The worker's cache_dir where it differs from the head's")
+    api_host: str = Field(
+        "127.0.0.1", description="Address on which the API listens; anything but loopback needs api_key_file"
+    )
+    api_port: int | None = Field(None, ge=1, le=65535, description="Port of the API")
+    master_port: int | None = Field(None, ge=1, le=65535, description="Port on which the ranks meet, on the link")
+    api_key_file: Path | None = Field(None, description="File (mode 0600) with the key that API clients must send")
+    model_name: str | None = Field(None, min_length=1, description="The name under which the API serves the model")
+    context: int | None = Field(None, ge=256, description="Longest context, in tokens")
+    requests: int | None = Field(None, ge=1, le=256, description="Requests served side by side")
+    drafts: int | None = Field(None, ge=0, le=16, description="Draft tokens per step; 0 turns drafting off")
+    thinking: bool | None = Field(None, description="Whether replies think by default")
+    image: str | None = Field(None, description="A finished engine image by digest, for recipes that cannot name one")
+    engine_repository: str | None = Field(None, description="Git address of the engine, in place of the recipe's")
+    engine_revision: str | None = Field(
+        None, description="Branch, tag or commit of the engine, in place of the recipe's"
+    )
+    extra_args: Words = Field((), description="More engine arguments for both ranks, split as a shell would")
+    rate_limit: Rate = Field(
+        0, ge=0, description="Most bytes per second that a download takes, such as 40MB; 0 is no limit"
+    )
+    sudo_password_file: Path | None = Field(
+        None, description="File (mode 0600) with the sudo password of both nodes, for runs without a terminal"
+    )
+    hf_token: SecretStr | None = Field(None, description="Hugging Face token, sent to the hub's own host only")
+    hf_endpoint: str = Field("https://huggingface.co", description="The hub, or a mirror of it")
+
+    @field_validator("head_link", "worker_link")
+    @classmethod
+    def _is_link_address(cls, value: str) -> str:
+        if not value:
+            return value
+        try:
+            address = ipaddress.IPv4Address(value)
+        except ValueError as error:
+            raise ValueError("should be an IPv4 address") from error
+        if address.is_loopback or address.is_unspecified or address.is_multicast:
+            raise ValueError("should be the address of the cable's interface, not loopback")
+        return value
+
+    @field_validator("api_host")
+    @classmethod
+    def _is_bind_address(cls, value: str) -> str:
+        try:
+            ipaddress.ip_address(value)
+        except ValueError as error:
+            raise ValueError("should be an IP address, such as 127.0.0.1 or 0.0.0.0") from error
+        return value
+
+    @field_validator("worker")
+    @classmethod
+    def _is_other_machine(cls, value: str) -> str:
+        host = value.rpartition("@")[2]
+        if host in ("localhost", "127.0.0.1", "127.0.1.1", "::1"):
+            raise ValueError("should be the second machine, not this one")
+        if value.startswith("-") or any(character.isspace() for character in value):
+            raise ValueError("should be a host or user@host")
+        return value
+
+    @field_validator("hf_endpoint")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
+            raise ValueError("should be an http or https address")
+        return value.rstrip("/")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Settings together with where each value came from (`flag`, `environment`, a file, or `default`)."""
+
+    settings: Settings
+    sources: dict[str, str]
+    env_file: Path
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """Suggest the known name that was probably meant, as the end of a sentence; empty when none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def variable_name(field: str) -> str:
+    """Give the one name a setting has in `.env` and in the environment."""
+    return field.upper() if field.upper() in FOREIGN_NAMES else PREFIX + field.upper()
+
+
+def parse_env(text: str) -> tuple[dict[str, str], list[SparkserveError]]:
+    """Read a strict `.env`: NAME=value, quotes, `export`, comments, CRLF and a BOM; nothing is expanded or run."""
+    values: dict[str, str] = {}
+    errors = []
+    for number, raw in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = _LINE.fullmatch(line)
+        try:
+            if match is None:
+                raise ValueError("should be NAME=value")
+            name, value = match[1], _parse_value(match[2])
+            if name in values:
+                raise ValueError(f"sets {name} a second time")
+            values[name] = value
+        except ValueError as error:
+            errors.append(usage_error("settings_syntax", f"line {number} {error}"))
+    return values, errors
+
+
+def _parse_value(text: str) -> str:
+    text = text.strip()
+    if text[:1] in ("'", '"'):
+        quote = text[0]
+        pattern = r"'([^']*)'" if quote == "'" else r'"((?:[^"\\]|\\.)*)"'
+        match = re.fullmatch(pattern + r"(?:\s+#.*)?", text)
+        if match is None:
+            raise ValueError("has a quote that does not close, or text after it")
+        return match[1] if quote == "'" else re.sub(r"\\(.)", r"\1", match[1])
+    return re.split(r"\s+#", " " + text, maxsplit=1)[0].strip()
+
+
+def load(env_file: Path, environment: Mapping[str, str], flags: Mapping[str, Any]) -> Loaded:
+    """Merge flags, environment and the file, in this order of strength; raise with every problem found."""
+    errors: list[SparkserveError] = []
+    file_values: dict[str, str] = {}
+    if env_file.exists():
+        try:
+            file_values, errors = parse_env(env_file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise usage_error(
+                "settings_unreadable", f"cannot read {env_file}: {error}", f"look at `{env_file}`"
+            ) from error
+    errors += _unknown_keys(file_values, f"in {env_file}")
+    errors += _unknown_keys({name: "" for name in environment if name.startswith(PREFIX)}, "in the environment")
+    merged, sources = _merge(env_file, file_values, environment, flags)
+    try:
+        settings = Settings.model_validate(merged)
+    except ValidationError as error:
+        errors += [_explain(problem, sources) for problem in error.errors(include_input=False)]
+    if errors:
+        raise Failures(errors)
+    return Loaded(settings, sources, env_file)
+
+
+def _merge(
+    env_file: Path, file_values: Mapping[str, str], environment: Mapping[str, str], flags: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    merged: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for field in Settings.model_fields:
+        name = variable_name(field)
+        sources[field] = "default"
+        if flags.get(field) is not None:
+            merged[field], sources[field] = flags[field], "flag"
+        elif environment.get(name):
+            merged[field], sources[field] = environment[name], "environment"
+        elif file_values.get(name):
+            merged[field], sources[field] = file_values[name], str(env_file)
+    return merged, sources
+
+
+def _unknown_keys(values: Mapping[str, str], where: str) -> list[SparkserveError]:
+    known = [variable_name(field) for field in Settings.model_fields]
+    errors = []
+    for name in values:
+        if name in known:
+            continue
+        near = nearest_name(name, known) or nearest_name(PREFIX + name, known)
+        errors.append(
+            usage_error("settings_unknown", f"unknown key {name} {where}{near}", "`sparkserve config` lists them")
+        )
+    return errors
+
+
+def _explain(problem: Any, sources: Mapping[str, str]) -> SparkserveError:  # noqa: ANN401 - pydantic's own typed dict
+    field = str(problem["loc"][0])
+    text = str(problem["msg"]).removeprefix("Value error, ")
+    text = text[0].lower() + text[1:]
+    description = Settings.model_fields[field].description or ""
+    where = sources.get(field, "default")
+    return usage_error(
+        "settings_invalid", f"{variable_name(field)} ({where}): {text}", f"{variable_name(field)} is: {description}"
+    )
+
+
+def process_environment() -> dict[str, str]:
+    """Copy the environment once, so that nothing below reads it again."""
+    return dict(os.environ)
+
+
+def read_secret(path: Path, purpose: str) -> SecretStr:
+    """Read a one-line secret from a file that only its owner may read."""
+    path = path.expanduser()
+    try:
+        mode = path.stat().st_mode
+        if mode & 0o077:
+            raise usage_error("secret_readable", f"{path} ({purpose}) can be read by others", f"chmod 600 {path}")
+        return SecretStr(path.read_text(encoding="utf-8").strip())
+    except OSError as error:
+        raise usage_error("secret_missing", f"cannot read {path} ({purpose}): {error.strerror}") from error

@@ -1,0 +1,195 @@
+"""Reaching the worker: what ssh's own configuration says, strict host keys, and errors that say what to do."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
+from sparkserve.hosts import SshHost
+from sparkserve.settings import Settings
+
+if TYPE_CHECKING:
+    import paramiko
+
+CONNECT_SECONDS = 5.0
+# Fast on any CPU with AES instructions, which both GB10 and x86 have; ssh falls back to its own list behind it.
+_FAST_CIPHERS = "aes128-gcm@openssh.com,aes256-gcm@openssh.com,chacha20-poly1305@openssh.com,aes128-ctr"
+
+
+@dataclass(frozen=True)
+class SshTarget:
+    """Where and as whom the worker is reached; `known_as` is its name in known_hosts."""
+
+    destination: str
+    address: str
+    port: int
+    user: str
+    key_files: tuple[Path, ...]
+    known_hosts: tuple[Path, ...]
+    known_as: str
+    proxy_command: str = ""
+
+    def bulk_command(self, link_address: str = "") -> list[str]:
+        """Give the OpenSSH argv for bulk data, over the link address if one is named; the host key is the same one."""
+        options = {
+            "BatchMode": "yes",
+            "StrictHostKeyChecking": "yes",
+            "HostKeyAlias": self.known_as,
+            "Port": str(self.port),
+            "User": self.user,
+            "Ciphers": _FAST_CIPHERS,
+            "Compression": "no",
+            "ConnectTimeout": "10",
+            "ServerAliveInterval": "10",
+            "ServerAliveCountMax": "3",
+            "ControlPath": "none",
+            "ClearAllForwardings": "yes",
+        }
+        if link_address:
+            options |= {"HostName": link_address, "ProxyJump": "none"}
+        words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+        keys = [word for key in self.key_files[:1] for word in ("-i", str(key))]
+        return ["ssh", *words, *keys, self.destination]
+
+
+def resolve_target(settings: Settings) -> SshTarget:
+    """Ask ssh itself (`ssh -G`) how it would reach the worker, so that all of the user's configuration counts."""
+    argv = ["ssh", "-G"]
+    argv += ["-p", str(settings.ssh_port)] if settings.ssh_port else []
+    argv += ["-i", str(settings.ssh_key.expanduser())] if settings.ssh_key else []
+    try:
+        answer = subprocess.run([*argv, "--", settings.worker], capture_output=True, text=True, timeout=20, check=False)
+    except OSError as error:
+        raise SparkserveError(
+            "tool_missing", "cannot run `ssh`", "sudo apt-get install openssh-client", "head"
+        ) from error
+    if answer.returncode != 0:
+        raise SparkserveError("ssh_config", "ssh refuses its configuration", node="head", details=answer.stderr.strip())
+    found: dict[str, list[str]] = {}
+    for line in answer.stdout.splitlines():
+        name, _, value = line.partition(" ")
+        found.setdefault(name, []).append(value)
+    first = {name: values[0] for name, values in found.items()}
+    port = int(first.get("port", "22"))
+    address = first["hostname"]
+    keys = tuple(Path(key).expanduser() for key in found.get("identityfile", []))
+    files = f"{first.get('userknownhostsfile', '')} {first.get('globalknownhostsfile', '')}".split()
+    proxy = first.get("proxycommand", "none")
+    jump = first.get("proxyjump", "none")
+    if jump != "none":
+        proxy = f"ssh -W [{address}]:{port} {jump}"
+    return SshTarget(
+        destination=settings.worker,
+        address=address,
+        port=port,
+        user=first["user"],
+        key_files=tuple(key for key in keys if key.exists()),
+        known_hosts=tuple(Path(name).expanduser() for name in files),
+        known_as=first.get("hostkeyalias", "") or (address if port == 22 else f"[{address}]:{port}"),
+        proxy_command="" if proxy == "none" else proxy,
+    )
+
+
+def connect(settings: Settings, node: str = "worker") -> SshHost:
+    """Open the one control connection of this command."""
+    import paramiko
+
+    target = resolve_target(settings)
+    client = paramiko.SSHClient()
+    for file in target.known_hosts:
+        with contextlib.suppress(FileNotFoundError):
+            client.load_system_host_keys(str(file))
+    client.set_missing_host_key_policy(_refuse_unknown(target, node))
+    try:
+        client.connect(
+            target.known_as,
+            port=22,  # known_as already carries the port where it matters; the socket below goes to the right one
+            username=target.user,
+            sock=_open_socket(target, node),
+            key_filename=[str(key) for key in target.key_files] or None,  # type: ignore[arg-type] # a list is documented
+            timeout=CONNECT_SECONDS,
+            banner_timeout=CONNECT_SECONDS,
+            auth_timeout=15,
+        )
+    except Exception as error:
+        client.close()
+        known = _explain(error, target, node)
+        if known is None:
+            raise
+        raise known from error
+    transport = client.get_transport()
+    if transport is not None:
+        transport.set_keepalive(10)
+    return SshHost(node, target, client)
+
+
+def _open_socket(target: SshTarget, node: str) -> socket.socket | paramiko.ProxyCommand:
+    import paramiko
+
+    if target.proxy_command:
+        return paramiko.ProxyCommand(target.proxy_command)
+    where = f"{target.address} port {target.port}"
+    hint = f"ssh -p {target.port} {target.user}@{target.address} true"
+    try:
+        return socket.create_connection((target.address, target.port), timeout=CONNECT_SECONDS)
+    except TimeoutError as error:
+        message = f"no answer from {where} within {CONNECT_SECONDS:g} s"
+        raise SparkserveError("ssh_timeout", message, hint, node, exit_code=EXIT_COULD_NOT_LOOK) from error
+    except OSError as error:
+        message = f"cannot reach {where}: {error.strerror or error}"
+        raise SparkserveError("ssh_unreachable", message, hint, node, exit_code=EXIT_COULD_NOT_LOOK) from error
+
+
+def _refuse_unknown(target: SshTarget, node: str) -> paramiko.MissingHostKeyPolicy:
+    import paramiko
+
+    class Refuse(paramiko.MissingHostKeyPolicy):
+        def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+            del client
+            raise SparkserveError(
+                "host_key_unknown",
+                f"{hostname} is not in known_hosts; it shows the {key.get_name()} key {fingerprint(key)}",
+                f"compare it on the worker's screen, then: ssh -p {target.port} {target.user}@{target.address} true",
+                node,
+                exit_code=EXIT_COULD_NOT_LOOK,
+            )
+
+    return Refuse()
+
+
+def fingerprint(key: paramiko.PKey) -> str:
+    """Give a key's fingerprint as ssh prints it."""
+    digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
+    return f"SHA256:{digest}"
+
+
+def _explain(error: Exception, target: SshTarget, node: str) -> SparkserveError | None:
+    import paramiko
+
+    login = f"{target.user}@{target.address}"
+    if isinstance(error, SparkserveError):
+        return error
+    if isinstance(error, paramiko.BadHostKeyException):
+        message = (
+            f"the host key of {target.known_as} changed: known {fingerprint(error.expected_key)}, "
+            f"shown {fingerprint(error.key)}"
+        )
+        hint = f"if you re-installed the worker: ssh-keygen -R '{target.known_as}' && ssh -p {target.port} {login} true"
+        return SparkserveError("host_key_changed", message, hint, node, exit_code=EXIT_COULD_NOT_LOOK)
+    if isinstance(error, (paramiko.PasswordRequiredException, paramiko.AuthenticationException)):
+        tried = ", ".join(str(key) for key in target.key_files) or "no key file"
+        message = f"{login} refuses us; tried {tried} and the agent"
+        hint = f"ssh-copy-id -p {target.port} {login}  (a key with a passphrase needs ssh-agent and ssh-add)"
+        return SparkserveError("ssh_auth", message, hint, node, str(error), EXIT_COULD_NOT_LOOK)
+    if isinstance(error, (paramiko.SSHException, OSError, EOFError)):
+        message = f"{target.address} took the connection but does not speak SSH in time"
+        hint = "the machine may be out of memory or overloaded: wait a minute, then look again"
+        return SparkserveError("ssh_banner", message, hint, node, str(error), EXIT_COULD_NOT_LOOK)
+    return None
