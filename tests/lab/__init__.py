@@ -1,0 +1,1 @@
+"""Two DGX Sparks on one Linux machine, and what they talk to."""
