@@ -87,11 +87,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Applied:
-    """A change that was carried out, its proof, and how long it took in seconds."""
+    """A change that was carried out and its proof; times are seconds of the monotonic clock."""
 
     change: Change
     proof: str
-    seconds: float
+    begun: float
+    ended: float
 
 
 @dataclass
@@ -190,7 +191,7 @@ class _Run:
             self._end(change, lambda: self.bugs.append(bug), works=False)
             self.cancelled.set()
         else:
-            applied = Applied(change, proof, time.monotonic() - begun)
+            applied = Applied(change, proof, begun, time.monotonic())
             self._end(change, lambda: self._finish(applied), works=True)
 
     def _finish(self, applied: Applied) -> None:
@@ -274,7 +275,10 @@ def apply(plan: Plan, reporter: Reporter, widths: Mapping[str, int] = DEFAULT_WI
     return run.report
 
 
-def select(changes: Iterable[Change], steps: Iterable[str]) -> Plan:
-    """Build the plan of a command that covers only some steps of the line."""
+def select(changes: Iterable[Change], steps: Iterable[str]) -> tuple[Plan, list[Change]]:
+    """Give the plan of a command that covers only some steps, and the pending changes of other steps that it needs."""
+    every = {change.key: change for change in changes}
     wanted = set(steps)
-    return Plan(tuple(change for change in changes if change.step in wanted))
+    chosen = tuple(change for change in every.values() if change.step in wanted)
+    needed = {need for change in chosen for need in change.needs if need in every}
+    return Plan(chosen), [every[key] for key in every if key in needed and every[key].step not in wanted]

@@ -1,0 +1,141 @@
+"""The only module that prints: stdout carries the result, stderr everything else; the mode is decided once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparkserve.errors import SparkserveError, flatten
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from sparkserve.plan import Plan, Reporter
+
+SCHEMA = 1
+
+
+class Mode(StrEnum):
+    """Who reads: a person, a program, or nobody."""
+
+    HUMAN = "human"
+    JSON = "json"
+    QUIET = "quiet"
+
+
+class Output:
+    """Everything that a command says."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode = mode
+        self.is_live = mode is Mode.HUMAN and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+    def _console(self, *, stderr: bool) -> Console:
+        from rich.console import Console
+
+        stream = sys.stderr if stderr else sys.stdout
+        # A pipe has no width of its own: lines stay whole there, so that grep and awk can work on them.
+        width = None if stream.isatty() else 200
+        return Console(stderr=stderr, width=width, soft_wrap=not stream.isatty(), emoji=False)
+
+    def say(self, text: str) -> None:
+        """Tell a person something on the way, on stderr."""
+        if self.mode is Mode.HUMAN:
+            print(text, file=sys.stderr, flush=True)
+
+    def warn(self, text: str) -> None:
+        """Warn, also a quiet caller."""
+        if self.mode is not Mode.JSON:
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def reporter(self, plan: Plan) -> Iterator[Reporter]:
+        """Show a plan under way, in the way that suits the reader."""
+        from sparkserve.progress import GroupReporter, LineReporter, live
+
+        if self.mode is not Mode.HUMAN:
+            yield GroupReporter(plan)
+        elif self.is_live:
+            with live(plan, self._console(stderr=True)) as reporter:
+                yield reporter
+        else:
+            yield LineReporter(plan, self.say)
+
+    def result(self, command: str, data: object, *shown: RenderableType | str, exit_code: int = 0) -> None:
+        """Give the result: renderables for a person, one object for a program."""
+        if self.mode is Mode.JSON:
+            _print_json(command, "ok" if exit_code == 0 else "failed", exit_code, to_plain(data), [])
+        elif self.mode is Mode.HUMAN:
+            for item in shown:
+                if isinstance(item, str):
+                    print(item, flush=True)
+                else:
+                    self._console(stderr=False).print(item)
+
+    def error(self, command: str, error: SparkserveError, data: object = None, *, log: Path | None = None) -> None:
+        """Say what failed, each single error with its node, its details and the next command."""
+        singles = flatten(error)
+        if self.mode is Mode.JSON:
+            rows = [
+                {"code": one.code, "node": one.node, "message": one.message, "hint": one.hint, "details": one.details}
+                for one in singles
+            ]
+            _print_json(command, "failed", error.exit_code, to_plain(data), rows)
+            return
+        for one in singles:
+            print(f"error: {one}", file=sys.stderr)
+            for line in one.details.strip().splitlines():
+                print(f"    {line}", file=sys.stderr)
+            if one.hint:
+                print(f"hint: {one.hint}", file=sys.stderr)
+        if log is not None:
+            print(f"log: {log}", file=sys.stderr)
+        sys.stderr.flush()
+
+    def ask(self, question: str) -> bool:
+        """Ask a person for a yes; anything else than a terminal is told which flag says it."""
+        if not (sys.stdin.isatty() and self.mode is Mode.HUMAN):
+            raise SparkserveError("needs_yes", f"{question} needs an answer", "add --yes", exit_code=2)
+        print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+    def ask_secret(self, question: str) -> str | None:
+        """Ask a person for a secret; None where nobody is there."""
+        if not (sys.stdin.isatty() and self.mode is Mode.HUMAN):
+            return None
+        import getpass
+
+        return getpass.getpass(f"{question}: ", stream=sys.stderr)
+
+
+def to_plain(data: Any) -> Any:  # noqa: ANN401 - anything that a result holds, to anything that JSON holds
+    """Turn results into what JSON can hold; secrets have no way through, since they are not plain."""
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        shown = [field for field in dataclasses.fields(data) if field.repr]
+        return {field.name: to_plain(getattr(data, field.name)) for field in shown}
+    if hasattr(data, "model_dump"):
+        return data.model_dump(mode="json", by_alias=True)
+    if isinstance(data, dict):
+        return {str(key): to_plain(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple, set, frozenset)):
+        return [to_plain(item) for item in data]
+    return data if isinstance(data, (str, int, float, bool, type(None))) else str(data)
+
+
+def _print_json(command: str, status: str, exit_code: int, data: object, errors: Sequence[object]) -> None:
+    message = {
+        "schema": SCHEMA,
+        "command": command,
+        "status": status,
+        "exit_code": exit_code,
+        "data": data,
+        "errors": errors,
+    }
+    print(json.dumps(message), flush=True)

@@ -1,0 +1,167 @@
+"""Results as tables for people and rows for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import SecretStr
+from rich.table import Table
+from rich.text import Text
+
+from sparkserve.checks import show_size
+from sparkserve.progress import duration
+from sparkserve.settings import Loaded, Settings, variable_name
+
+if TYPE_CHECKING:
+    from sparkserve.lifecycle import Locked, Outcome
+    from sparkserve.recipe import Recipe
+
+_STYLES = {"ok": "green", "fail": "red", "warn": "yellow", "running": "green", "stopped": "", "not applicable": ""}
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def config_rows(loaded: Loaded) -> list[dict[str, Any]]:
+    """List every setting with value and source; a secret shows only that it is set."""
+    rows = []
+    for name, field in Settings.model_fields.items():
+        value = getattr(loaded.settings, name)
+        shown = "***" if isinstance(value, SecretStr) else None if value in (None, "", ()) else str(value)
+        row = {"name": variable_name(name), "value": shown, "source": loaded.sources[name]}
+        rows.append({**row, "description": field.description})
+    return rows
+
+
+def config_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Show the settings."""
+    table = _table("setting", "value", "from", "what it is")
+    for row in rows:
+        table.add_row(row["name"], Text(row["value"] or "-"), row["source"], Text(row["description"]))
+    return table
+
+
+def lock_table(found: Locked) -> Table:
+    """Show what each source resolved to."""
+    table = _table("source", "resolved to", "files", "size")
+    for manifest in found.lock.weights:
+        size = show_size(manifest.total_bytes)
+        table.add_row(manifest.repository, manifest.commit, str(len(manifest.files)), size)
+    template = found.lock.chat_template
+    if template is not None:
+        table.add_row(
+            f"{template.repository} {template.file.path}", template.commit, "1", show_size(template.file.size)
+        )
+    image = found.lock.image
+    if image.engine_repository:
+        table.add_row(image.engine_repository, image.engine_commit, "", "")
+    if image.base or image.reference:
+        name, _, digest = (image.base or image.reference).partition("@")
+        table.add_row(name, digest, "", "")
+    table.caption = (
+        "written to " + str(found.path) if found.written else "as it was" if not found.differs else "not written"
+    )
+    return table
+
+
+def outcome_data(outcome: Outcome) -> dict[str, Any]:
+    """Give a plan and what was done of it as plain data."""
+    return {
+        "changes": [
+            {
+                "node": change.node,
+                "step": change.step,
+                "resource": change.resource,
+                "before": change.before,
+                "after": change.after,
+                "size": change.size,
+                "needs": change.needs,
+            }
+            for change in outcome.plan.changes
+        ],
+        "applied": [
+            {"key": item.change.key, "proof": item.proof, "seconds": round(item.ended - item.begun, 3)}
+            for item in outcome.report.applied
+        ],
+        "failed": [change.key for change, _ in outcome.report.failed],
+        "not_reached": [change.key for change in outcome.report.not_reached],
+        "seconds": round(outcome.seconds, 3),
+    }
+
+
+def outcome_view(outcome: Outcome, *, preview: bool) -> Table | str:
+    """Show the plan before, or the summary after."""
+    if outcome.plan.is_empty:
+        return "No changes"
+    return plan_table(outcome) if preview else summary_table(outcome)
+
+
+def plan_table(outcome: Outcome) -> Table:
+    """Show what would change."""
+    table = _table("step", "node", "what", "is", "will be", "size")
+    for change in outcome.plan.changes:
+        size = show_size(change.size) if change.size else ""
+        table.add_row(change.step, change.node, Text(change.resource), Text(change.before), Text(change.after), size)
+    total = sum(change.size for change in outcome.plan.changes)
+    table.caption = f"{len(outcome.plan.changes)} changes, {show_size(total)}; nothing was touched"
+    return table
+
+
+def summary_table(outcome: Outcome) -> Table:
+    """Show what each step did, where, how it was proved, and how long it took."""
+    table = _table("step", "node", "proof", "time")
+    for row in outcome.rows:
+        seconds = f"{row.seconds:.1f} s" if row.changed else ""
+        table.add_row(row.step, row.node, Text(row.proof), seconds)
+    table.caption = f"{len(outcome.report.applied)} changes in {duration(outcome.seconds)}"
+    return table
+
+
+def pair_table(title: str, rows: Mapping[str, str]) -> Table:
+    """Show one value per node."""
+    table = _table("node", title)
+    for node, text in rows.items():
+        table.add_row(node, Text(text))
+    return table
+
+
+def proofs_exit_code(proofs: Sequence[Any]) -> int:
+    """Give exit code 1 when a proof does not hold."""
+    return 1 if any(proof.verdict == "fail" for proof in proofs) else 0
+
+
+def proofs_table(proofs: Sequence[Any]) -> Table:
+    """Show what was asked of the endpoint and what it answered."""
+    table = _table("proof", "verdict", "observed", "needed", "time")
+    for proof in proofs:
+        verdict = Text(proof.verdict, style=_STYLES.get(proof.verdict, ""))
+        table.add_row(proof.name, verdict, Text(proof.observed), Text(proof.needed), f"{proof.seconds:.1f} s")
+    return table
+
+
+def recipe_rows(recipes: Sequence[Recipe]) -> list[dict[str, Any]]:
+    """List recipes for a program."""
+    return [
+        {
+            "name": recipe.name,
+            "title": recipe.title,
+            "engine": recipe.engine,
+            "proven": recipe.proven,
+            "why": recipe.why,
+        }
+        for recipe in recipes
+    ]
+
+
+def recipes_table(recipes: Sequence[Recipe]) -> Table:
+    """Show the recipes."""
+    table = _table("recipe", "engine", "proven on Sparks", "what it serves")
+    for recipe in recipes:
+        proven = "yes" if recipe.proven else "no"
+        table.add_row(recipe.name, recipe.engine, proven, Text(f"{recipe.title}. {recipe.why}".strip()))
+    return table
