@@ -1,0 +1,81 @@
+"""The lab by hand: `python -m tests.lab up | down | status | exec NODE -- COMMAND | shell NODE | run -- COMMAND`."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.lab.machine import LabError
+from tests.lab.nodes import Lab, LabNode
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+def main() -> int:
+    """Do one thing with the lab of this checkout."""
+    arguments = _parser().parse_args()
+    lab = Lab.for_checkout(CHECKOUT)
+    try:
+        return _carry_out(lab, arguments)
+    except LabError as error:
+        print(f"lab: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.lab")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("up", help="bring both nodes up")
+    verbs.add_parser("down", help="end everything").add_argument("--purge", action="store_true", help="images too")
+    verbs.add_parser("status", help="show addresses")
+    verbs.add_parser("shell", help="a shell on a node")
+    verbs.add_parser("exec", help="a command on a node")
+    for verb in ("shell", "exec"):
+        verbs.choices[verb].add_argument("node", choices=("head", "worker"))
+        verbs.choices[verb].add_argument("--user", default=LabNode.user)
+    verbs.add_parser("run", help="bring the lab up, run a command on the machine, take the lab down")
+    for verb in ("exec", "run"):
+        verbs.choices[verb].add_argument("command", nargs="+", metavar="COMMAND")
+    return parser
+
+
+def _carry_out(lab: Lab, arguments: argparse.Namespace) -> int:
+    match arguments.verb:
+        case "up":
+            lab.up()
+        case "down":
+            lab.down(purge=arguments.purge)
+        case "status":
+            return _status(lab)
+        case "run":
+            with lab.session():
+                return subprocess.run(arguments.command, check=False).returncode
+        case "shell":
+            return _inside(lab, arguments, ["script", "--quiet", "--command", "bash --login", "/dev/null"])
+        case "exec":
+            return _inside(lab, arguments, arguments.command)
+    return 0
+
+
+def _inside(lab: Lab, arguments: argparse.Namespace, argv: list[str]) -> int:
+    node = lab.head if arguments.node == "head" else lab.worker
+    return node.popen(argv, user=arguments.user).wait()
+
+
+def _status(lab: Lab) -> int:
+    if not lab.is_up:
+        print("down")
+        return 1
+    print(f"machine  {lab.gateway_address}")
+    for node in lab.nodes:
+        interfaces = (node.management_interface, node.link_interface, node.twin_interface)
+        addresses = (node.management_address, node.link_address, node.twin_address)
+        places = "  ".join(f"{interface} {address}" for interface, address in zip(interfaces, addresses, strict=True))
+        print(f"{node.name:<7}  {node.hostname}  pid {node.pid}  {places}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Labs side by side, and what is left of one that was taken down, interrupted or killed: nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lab.machine import wait_until
+from tests.lab.nodes import Lab
+
+pytestmark = pytest.mark.faults
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Iterator[Lab]:
+    yield from lab_in(tmp_path / "first")
+
+
+@pytest.fixture
+def second(tmp_path: Path) -> Iterator[Lab]:
+    yield from lab_in(tmp_path / "second")
+
+
+def lab_in(folder: Path) -> Iterator[Lab]:
+    """A lab of a folder that is nobody's checkout; only the base image is taken from ours."""
+    cache = CHECKOUT / ".lab/cache"
+    cache.mkdir(parents=True, exist_ok=True)
+    lab = Lab.for_checkout(folder)
+    lab.folder.mkdir(parents=True)
+    (lab.folder / "cache").symlink_to(cache)
+    yield lab
+    lab.down()
+    assert traces(lab) == []
+
+
+def traces(lab: Lab) -> list[str]:
+    """Everything on the machine that still carries the mark of a lab."""
+    marks = (str(lab.folder), f"lab{lab.identity}", f"sparkserve-lab-{lab.identity}")
+    found = [line for line in Path("/proc/mounts").read_text().splitlines() if any(mark in line for mark in marks)]
+    found += [name.name for name in Path("/sys/class/net").iterdir() if name.name in marks]
+    found += [str(path) for path in Path("/sys/fs/cgroup").glob(f"*/{marks[2]}*")]
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if any(mark in words for mark in marks):
+            found.append(f"{folder.name} {words}")
+    return found
+
+
+def processes_in(namespaces: set[Path]) -> list[str]:
+    """Every process, whatever its name, that still lives in one of the network namespaces."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/ns/net"):
+        try:
+            if link.readlink() in namespaces:
+                found.append(link.parts[2])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def test_two_labs_run_side_by_side(first: Lab, second: Lab) -> None:
+    first.up()
+    second.up()
+    second.head.docker("run", "--detach", "--init", second.registry_reference, "sleep", "300")
+    addresses = {node.management_address for node in (*first.nodes, *second.nodes)}
+    assert len(addresses) == 4
+    assert second.gateway_address != first.gateway_address
+    assert second.worker.run(["hostname"]).stdout != first.worker.run(["hostname"]).stdout
+    namespaces = {Path(f"/proc/{node.pid}/ns/net").readlink() for node in second.nodes}
+    assert len(processes_in(namespaces)) > 6
+    second.down()
+    second.down()
+    wait_until(lambda: traces(second) == [] and processes_in(namespaces) == [], "end of all traces", 5)
+    assert first.head.docker("version")
+
+
+@pytest.mark.parametrize("sign", ["state.json", "nodes/worker/log/sshd.log", "nodes/head/log/registry.log"])
+def test_an_up_that_is_killed_half_way_leaves_nothing_and_can_be_repeated(second: Lab, sign: str) -> None:
+    program = "import sys, pathlib; from tests.lab.nodes import Lab; Lab.for_checkout(pathlib.Path(sys.argv[1])).up()"
+    with subprocess.Popen([sys.executable, "-c", program, str(second.checkout)], cwd=CHECKOUT) as starting:
+        wait_until((second.folder / sign).exists, sign, 20)
+        starting.kill()
+    processes = [int(node["pid"]) for node in json.loads((second.folder / "state.json").read_text())["nodes"].values()]
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes), "end of both nodes", 10)
+    assert not second.is_up
+    second.up()
+    assert second.worker.docker("ps", "--quiet") == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_up_that_is_interrupted_takes_down_what_it_made(second: Lab, number: int) -> None:
+    program = "import sys, pathlib; from tests.lab.nodes import Lab; Lab.for_checkout(pathlib.Path(sys.argv[1])).up()"
+    argv = [sys.executable, "-c", program, str(second.checkout)]
+    with subprocess.Popen(argv, cwd=CHECKOUT, stderr=subprocess.DEVNULL) as starting:
+        wait_until((second.folder / "state.json").exists, "state.json", 20)
+        os.kill(starting.pid, number)
+        assert starting.wait(20) != 0
+    assert not (second.folder / "state.json").exists()
+    wait_until(lambda: traces(second) == [], "end of all traces", 5)
+
+
+def test_a_file_replaced_in_the_checkout_is_seen_on_the_nodes_at_once(second: Lab) -> None:
+    second.up()
+    fresh = second.checkout / "fresh.txt"
+    for text in ("one", "two"):
+        replacement = fresh.with_suffix(".new")
+        replacement.write_text(text)
+        replacement.replace(fresh)
+        assert second.head.run(["cat", str(fresh)]).stdout.decode() == text
