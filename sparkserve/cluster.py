@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from sparkserve import node_program
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, Failures, SparkserveError
-from sparkserve.hosts import Host, LocalHost, Process, SshHost, connection_lost, expand_home
+from sparkserve.hosts import Host, LocalHost, Process, SshHost, UnreachableHost, connection_lost, expand_home
 from sparkserve.lock import Lock
 from sparkserve.manifest import Manifest, ManifestFile
 from sparkserve.recipe import Recipe
@@ -186,6 +186,8 @@ class Node:
         """The node's Docker engine, over its socket or over the one SSH connection."""
         from sparkserve.docker_client import local_client, remote_client
 
+        if isinstance(self.host, UnreachableHost):
+            raise self.host.error
         if isinstance(self.host, SshHost):
             return remote_client(self.host)
         return local_client(self.role)
@@ -258,17 +260,18 @@ class Deployment:
 
 
 @contextlib.contextmanager
-def connect(settings: Settings) -> Iterator[Cluster]:
-    """Open both nodes for one command and close them after it."""
-    from sparkserve import ssh
+def connect(settings: Settings, *, lenient: bool = False) -> Iterator[Cluster]:
+    """Open both nodes for one command and close them after it.
 
+    A `lenient` caller (status, stop) gets the pair also when the worker cannot be reached; asking it then tells why.
+    """
     if not settings.worker:
         raise SparkserveError(
             "worker_unset", "SPARKSERVE_WORKER is not set", "write SPARKSERVE_WORKER=user@address to .env", exit_code=2
         )
     head = Node("head", LocalHost("head"), settings)
     try:
-        worker = Node("worker", ssh.connect(settings), settings)
+        worker = Node("worker", _worker_host(settings, lenient=lenient), settings)
     except BaseException:
         head.close()
         raise
@@ -277,6 +280,17 @@ def connect(settings: Settings) -> Iterator[Cluster]:
     finally:
         worker.close()
         head.close()
+
+
+def _worker_host(settings: Settings, *, lenient: bool) -> Host:
+    from sparkserve import ssh
+
+    try:
+        return ssh.connect(settings)
+    except SparkserveError as error:
+        if lenient and error.exit_code == EXIT_COULD_NOT_LOOK:
+            return UnreachableHost("worker", error)
+        raise
 
 
 def state_dir(environment: Mapping[str, str]) -> Path:

@@ -54,7 +54,7 @@ def remote_client(host: SshHost) -> docker.DockerClient:
     """Open the worker's engine over the one SSH connection."""
     with explained(host.name):
         # The constructor needs some address and a fixed version to stay quiet until our transport is in place.
-        client = docker.DockerClient(base_url="tcp://worker", version="1.41", timeout=_SECONDS)
+        client = docker.DockerClient(base_url="tcp://worker:2375", version="1.41", timeout=_SECONDS)
         api: Any = client.api
         api.mount("http+docker://", _SharedConnectionAdapter(host.client))
         api.base_url = "http+docker://ssh"

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -219,11 +220,12 @@ class LocalProcess:
     def close(self) -> None:
         """See `Process`."""
         if self._popen.poll() is None:
-            self._popen.terminate()
+            # Its whole group: a child that held our pipe open would keep its reader waiting.
+            os.killpg(self._popen.pid, signal.SIGTERM)
             try:
                 self._popen.wait(2)
             except subprocess.TimeoutExpired:
-                self._popen.kill()
+                os.killpg(self._popen.pid, signal.SIGKILL)
                 self._popen.wait()
         for stream in (self.stdin, self.stdout, self._stderr):
             with contextlib.suppress(OSError):
@@ -304,6 +306,22 @@ class SshHost(Host):
     def close(self) -> None:
         """See `Host`."""
         self.client.close()
+
+
+class UnreachableHost(Host):
+    """A machine that could not be reached: whoever asks it anything gets the reason."""
+
+    def __init__(self, name: str, error: SparkserveError) -> None:
+        super().__init__(name)
+        self.error = error
+
+    def open(self, argv: Sequence[str]) -> Process:
+        """See `Host`."""
+        del argv
+        raise self.error
+
+    def close(self) -> None:
+        """See `Host`."""
 
 
 def connection_lost(node: str, details: str = "") -> SparkserveError:

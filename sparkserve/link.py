@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,9 @@ def parse(raw: Mapping[str, Any], address: str) -> LinkFacts:
     devices = parse_rdma(found)
     own = next((device for device in devices if device.interface == owner.name and device.active), None)
     index = find_gid_index(own, address, owner.name) if own else None
-    halves = [device for device in devices if device.active and device.interface in (owner.name, twin)]
+    halves = sorted(
+        (item for item in devices if item.active and item.interface in (owner.name, twin)), key=_is_not(own)
+    )
     hcas = tuple(device.name for device in halves if device is own or _answers_at(device, index))
     return LinkFacts(address, owner.name, twin, hcas, index, owner.mtu, owner.speed_mbps, interfaces)
 
@@ -156,6 +158,11 @@ def find_gid_index(device: RdmaDevice, address: str, interface: str) -> int | No
         if right_kind and ipaddress.IPv6Address(gid.address) == wanted:
             return gid.index
     return None
+
+
+def _is_not(own: RdmaDevice | None) -> Callable[[RdmaDevice], bool]:
+    """Give a sort key that puts the device of the link address first."""
+    return lambda device: device is not own
 
 
 def _answers_at(device: RdmaDevice, index: int | None) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import glob
 import hashlib
 import http.client
 import json
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
@@ -84,7 +86,7 @@ def facts(request: Request) -> dict[str, Any]:
         "disks": {path: disk(path) for path in request.get("disks", ())},
         "commands": {name: run(argv) for name, argv in request.get("commands", {}).items()},
         "tools": {name: shutil.which(name) for name in request.get("tools", ())},
-        "trees": {root: read_tree(root) for root in request.get("trees", ())},
+        "globs": {pattern: read_glob(pattern) for pattern in request.get("globs", ())},
         "docker": {path: docker_get(path) for path in request.get("docker", ())},
         "ports": {str(port): port_state(port) for port in request.get("ports", ())},
     }
@@ -110,32 +112,12 @@ def disk(path: str) -> dict[str, Any]:
     }
 
 
-def read_tree(root: str, depth: int = 6) -> dict[str, str | None]:
-    """Read the small files of a sysfs-like tree, links not followed below the first level."""
-    found: dict[str, str | None] = {}
-    for name in sorted(os.listdir(root)) if os.path.isdir(root) else []:
-        _walk(os.path.join(root, name), name, found, depth)
-    return found
+def read_glob(pattern: str) -> dict[str, str | None]:
+    """Read the small files that match a pattern; a directory gives an empty text, an unreadable file None.
 
-
-def _walk(path: str, name: str, found: dict[str, str | None], depth: int) -> None:
-    try:
-        if os.path.isdir(path):
-            entries = sorted(os.listdir(path)) if depth else []
-            if not entries:
-                found[name + "/"] = ""
-            for entry in entries:
-                inner = os.path.join(path, entry)
-                if entry not in ("subsystem", "power", "driver", "of_node") and not _loops(inner):
-                    _walk(inner, name + "/" + entry, found, depth - 1)
-        elif os.path.getsize(path) <= 65536:
-            found[name] = pathlib.Path(path).read_text(errors="replace").strip()
-    except OSError:
-        found[name] = None
-
-
-def _loops(path: str) -> bool:
-    return os.path.islink(path) and os.path.basename(path) != "device"
+    The kernel's device trees loop and hold files that block, so nothing is walked: the pattern names every level.
+    """
+    return {path: "" if os.path.isdir(path) else read_text(path) for path in sorted(glob.glob(pattern))}
 
 
 class DockerConnection(http.client.HTTPConnection):
@@ -152,20 +134,46 @@ class DockerConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def docker_get(path: str) -> dict[str, Any]:
-    """Ask the Docker engine; `error` tells apart: missing, refused, permission, timeout."""
+def docker_get(path: str, read: Callable[[Any], dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Ask the Docker engine; gives `status` and `body`, or `error`: missing, refused, permission, timeout, failed."""
     address = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
     connection = DockerConnection(address[len("unix://") :] if address.startswith("unix://") else address)
     kinds = {FileNotFoundError: "missing", ConnectionRefusedError: "refused", PermissionError: "permission"}
     try:
         connection.request("GET", path)
-        answer = connection.getresponse()
-        body = answer.read()
+        response = connection.getresponse()
+        if read and response.status == 200:
+            return read(response)
+        return {"status": response.status, "body": json.loads(response.read() or b"null")}
     except OSError as error:
         return {"error": kinds.get(type(error), "timeout" if isinstance(error, TimeoutError) else "failed")}
     finally:
         connection.close()
-    return {"status": answer.status, "body": json.loads(body or b"null")}
+
+
+def docker_logs(request: Request) -> dict[str, Any]:
+    """Read a container's log from a moment on, about `limit` bytes of it: `lines` of `[time, text]`, oldest first."""
+    query = {name: request[name] for name in ("since", "tail") if request.get(name)}
+    words = urllib.parse.urlencode({"stdout": 1, "stderr": 1, "timestamps": 1, **query})
+    limit = request.get("limit", 4 << 20)
+    return docker_get(f"/containers/{request['container']}/logs?{words}", lambda stream: read_frames(stream, limit))
+
+
+def read_frames(stream: Any, limit: int) -> dict[str, Any]:  # noqa: ANN401 - anything with read()
+    """Take Docker's frames apart: 8 bytes of header (stream, 3 zeros, size), then one line or a part of a long one."""
+    lines: list[list[str]] = []
+    size = 0
+    is_open = False
+    while (size <= limit or is_open) and (header := stream.read(8)):
+        frame = stream.read(int.from_bytes(header[4:8], "big")).decode(errors="replace")
+        moment, _, text = frame.partition(" ")
+        if is_open:
+            lines[-1][1] += text.rstrip("\n")
+        else:
+            lines.append([moment, text.rstrip("\n")])
+        is_open = not text.endswith("\n")
+        size += len(frame)
+    return {"status": 200, "lines": lines, "more": size > limit, "time": time.time()}
 
 
 def port_state(port: int) -> str:
@@ -351,6 +359,7 @@ def remove(request: Request) -> dict[str, Any]:
 ACTIONS = {
     "hello": hello,
     "facts": facts,
+    "docker_logs": docker_logs,
     "look": look,
     "mkdir": make_directories,
     "settle": settle,

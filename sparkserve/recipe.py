@@ -192,6 +192,7 @@ class Readiness(Data):
     health: str = Field("/health", description="Path that answers once HTTP is open")
     first_seconds: int = Field(3600, description="Deadline of the first start (compiling, rank cache), in seconds")
     later_seconds: int = Field(1200, description="Deadline of later starts, in seconds")
+    warm_files: str = Field("", description="Glob of files of a node that only a finished first start leaves")
     warm_up_tokens: int = Field(0, description="Length of a first prompt after the start, 0 for none")
 
 
@@ -284,6 +285,7 @@ class Recipe(Data):
             yield from (*switch.on, *switch.off)
         for env in (launch.env, launch.head_env, launch.worker_env):
             yield from env.values()
+        yield self.readiness.warm_files
         for mount in self.container.mounts:
             yield mount.source
 
