@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from sparkserve.cluster import Role
 from sparkserve.errors import EXIT_NOT_READY, Failures, SparkserveError
 from sparkserve.link import LinkFacts
 from sparkserve.recipe import Recipe
@@ -40,7 +41,7 @@ class Check:
 class DiskNeed:
     """Bytes that will be written on a node below one of its places (models, cache, docker)."""
 
-    node: str
+    node: Role
     place: str
     size: int
     what: str
@@ -63,7 +64,7 @@ def raise_failures(checks: Iterable[Check]) -> None:
         raise Failures(failed)
 
 
-def check_basics(recipe: Recipe, system: Mapping[str, SystemFacts]) -> list[Check]:
+def check_basics(recipe: Recipe, system: Mapping[Role, SystemFacts]) -> list[Check]:
     """Check what every step needs: the Docker engine, tools, the right architecture, two different machines."""
     checks = []
     for role, facts in system.items():
@@ -95,7 +96,7 @@ def _check_architecture(recipe: Recipe, role: str, facts: SystemFacts) -> Check:
     )
 
 
-def check_link(settings: Settings, links: Mapping[str, LinkFacts], *, rdma: bool) -> list[Check]:
+def check_link(settings: Settings, links: Mapping[Role, LinkFacts], *, rdma: bool) -> list[Check]:
     """Check that each node owns its link address, both ends agree on the MTU, and RDMA devices have a GID."""
     checks = []
     for role, facts in links.items():
@@ -124,7 +125,7 @@ def check_link(settings: Settings, links: Mapping[str, LinkFacts], *, rdma: bool
     return checks
 
 
-def check_ports(recipe_ports: Mapping[str, int], system: Mapping[str, SystemFacts]) -> list[Check]:
+def check_ports(recipe_ports: Mapping[str, int], system: Mapping[Role, SystemFacts]) -> list[Check]:
     """Check that the ports which the pair will open are free on both nodes."""
     return [
         Check(
@@ -140,7 +141,7 @@ def check_ports(recipe_ports: Mapping[str, int], system: Mapping[str, SystemFact
     ]
 
 
-def check_memory(recipe: Recipe, system: Mapping[str, SystemFacts]) -> list[Check]:
+def check_memory(recipe: Recipe, system: Mapping[Role, SystemFacts]) -> list[Check]:
     """Check MemAvailable of each node against what the recipe needs before a start."""
     needed = recipe.memory.required_gib
     return [
@@ -156,9 +157,9 @@ def check_memory(recipe: Recipe, system: Mapping[str, SystemFacts]) -> list[Chec
     ]
 
 
-def check_disks(needs: Iterable[DiskNeed], system: Mapping[str, SystemFacts]) -> list[Check]:
+def check_disks(needs: Iterable[DiskNeed], system: Mapping[Role, SystemFacts]) -> list[Check]:
     """Check every file system that will be written, with the needs that fall on the same one added up."""
-    grouped: dict[tuple[str, int], list[DiskNeed]] = {}
+    grouped: dict[tuple[Role, int], list[DiskNeed]] = {}
     for need in needs:
         grouped.setdefault((need.node, system[need.node].disks[need.place].device), []).append(need)
     checks = []
@@ -183,15 +184,11 @@ def check_disks(needs: Iterable[DiskNeed], system: Mapping[str, SystemFacts]) ->
     return checks
 
 
-def check_sudo(nodes: Iterable[str], system: Mapping[str, SystemFacts], *, have_password: bool) -> list[Check]:
+def check_sudo(facts: SystemFacts, role: str, *, have_password: bool) -> Check:
     """Check that the changes which need root can be made without stopping half-way for a password."""
-    checks = []
-    for role in nodes:
-        mode = system[role].sudo
-        good = mode in ("root", "free") or (mode == "password" and have_password)
-        hint = "run it on a terminal, set SPARKSERVE_SUDO_PASSWORD_FILE, or leave it out with --skip tune"
-        checks.append(Check("sudo", role, "ok" if good else "fail", f"sudo: {mode}", "root for the tuning step", hint))
-    return checks
+    good = facts.sudo in ("root", "free") or (facts.sudo == "password" and have_password)
+    hint = "run it on a terminal, set SPARKSERVE_SUDO_PASSWORD_FILE, or leave it out with --skip tune"
+    return Check("sudo", role, "ok" if good else "fail", f"sudo: {facts.sudo}", "root for the tuning step", hint)
 
 
 def show_size(size: int) -> str:

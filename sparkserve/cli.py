@@ -253,8 +253,8 @@ def status(common: Common, *, recipe: Recipe = None) -> None:
 
     output = common.output
     found = lifecycle.look(session(common, "status", output, recipe=recipe))
-    code = tables.status_exit_code(found)
-    output.result("status", found, *tables.status_view(found), exit_code=code)
+    code = found.verdict.exit_code
+    output.result("status", found.data(), *tables.status_view(found), exit_code=code)
     raise typer.Exit(code)
 
 
@@ -269,8 +269,10 @@ def stop(
     from sparkserve import lifecycle, tables
 
     output = common.output
-    found = lifecycle.stop(session(common, "stop", output), force=force, dry_run=dry_run)
-    output.result("stop", found, tables.stop_view(found))
+    outcome = lifecycle.stop(session(common, "stop", output), force=force, dry_run=dry_run)
+    empty = "nothing of ours was running"
+    view = empty if outcome.plan.is_empty else tables.outcome_view(outcome, preview=dry_run)
+    output.result("stop", tables.outcome_data(outcome), view)
 
 
 @command("sparkserve logs --rank 1; sparkserve logs --follow --grep ERROR")
@@ -284,10 +286,12 @@ def logs(
 ) -> None:
     """Show both ranks' logs, interleaved by time."""
     from sparkserve import lifecycle
+    from sparkserve.engine_logs import LogQuery
 
     output = common.output
-    query = lifecycle.LogQuery(rank, since, grep, follow=follow)
-    output.stream("logs", lifecycle.read_logs(session(common, "logs", output), query))
+    run = session(common, "logs", output)
+    query = LogQuery(rank, parse_seconds(since), grep=grep, follow=follow, secrets=(run.settings.hf_token,))
+    output.lines("logs", lifecycle.read_logs(run, query), lambda line: f"rank {line.rank}  {line.text}")
 
 
 @command("sparkserve recipes")
@@ -312,6 +316,17 @@ def root(
     if context.invoked_subcommand is None:
         print(context.get_help())
         raise typer.Exit(EXIT_USAGE)
+
+
+def parse_seconds(text: str) -> float | None:
+    """Read `30s`, `10m`, `2h` or plain seconds."""
+    if not text:
+        return None
+    number, unit = (text[:-1], text[-1]) if text[-1].isalpha() else (text, "s")
+    factors = {"s": 1, "m": 60, "h": 3600}
+    if unit not in factors or not number.replace(".", "", 1).isdigit():
+        raise SparkserveError("usage", f"--since {text}: should be like 30s, 10m or 2h", exit_code=EXIT_USAGE)
+    return float(number) * factors[unit]
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

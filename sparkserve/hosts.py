@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,9 @@ log = logging.getLogger("sparkserve.hosts")
 # An sshd takes ten sessions on one connection by default; four stay for the Docker client and the node program.
 _SESSIONS = 6
 # A constant script; path and mode arrive as its arguments, the content on stdin. The rename makes it all or nothing.
-_WRITE_SCRIPT = 'set -e; t="$1.sparkserve-new"; (umask 077; cat > "$t"); chmod "$2" "$t"; sync "$t"; mv -f "$t" "$1"'
+# A cut connection ends stdin too: only a file of the whole size may take its name.
+_WRITE_SCRIPT = """set -e; t="$1.sparkserve-new"; (umask 077; cat > "$t")
+[ "$(wc -c < "$t")" -eq "$3" ]; chmod -- "$2" "$t"; sync -- "$t"; mv -fT -- "$t" "$1\""""
 
 
 @dataclass(frozen=True)
@@ -89,15 +92,21 @@ class Host(ABC):
     def close(self) -> None:
         """Give the connection back."""
 
+    def bulk_argv(self, argv: Sequence[str], link_address: str) -> list[str]:  # noqa: ARG002 - for those that are far
+        """Give the command of this machine that runs `argv` there with pipes of its own, for bulk data."""
+        return list(argv)
+
     def run(
         self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 60.0, check: bool = True
     ) -> CommandResult:
         """Run `argv` to its end within `timeout` seconds; a non-zero exit raises unless `check` is off."""
         log.debug("%s: %s", self.name, shlex.join(argv))
+        deadline = time.monotonic() + timeout
         process = self.open(argv)
         try:
             output = _exchange(process, stdin, timeout)
-            result = CommandResult(tuple(argv), process.wait(timeout), output, process.error_text().encode())
+            code = process.wait(max(0.1, deadline - time.monotonic()))
+            result = CommandResult(tuple(argv), code, output, process.error_text().encode())
         except TimeoutError as error:
             message = f"`{shlex.join(argv)}` gave no end within {timeout:g} s"
             raise SparkserveError("command_timeout", message, node=self.name) from error
@@ -119,19 +128,32 @@ class Host(ABC):
 
     def write(self, path: str | Path, content: bytes, mode: int = 0o644) -> None:
         """Write a file beside its goal and rename it, so that nobody meets half of it."""
-        self.run(["sh", "-c", _WRITE_SCRIPT, "sh", str(path), f"{mode:o}"], stdin=content)
+        self.run(write_argv(path, mode, len(content)), stdin=content)
+
+    def asks_sudo_password(self) -> bool:
+        """Whether sudo wants a password here; root is not asked."""
+        return not self.is_root() and self.run(["sudo", "-n", "--", "true"], check=False).exit_code != 0
+
+    def is_root(self) -> bool:
+        """Whether we are root on the machine."""
+        return self.run(["id", "-u"]).text == "0"
 
     def sudo(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 60.0) -> CommandResult:
         """Run `argv` as root: directly, or by sudo without a password, or with the password we were given."""
-        if self.run(["id", "-u"]).text == "0":
+        if self.is_root():
             return self.run(argv, stdin=stdin, timeout=timeout)
-        if self.run(["sudo", "-n", "--", "true"], check=False).exit_code == 0:
+        if not self.asks_sudo_password():
             return self.run(["sudo", "-n", "--", *argv], stdin=stdin, timeout=timeout)
         if self.sudo_password is None:
             raise sudo_needs_password(self.name)
         line = self.sudo_password.get_secret_value().encode() + b"\n"
         # `-k` makes sudo read the password also when it remembers an earlier one, so that stdin is always as expected.
         return self.run(["sudo", "-k", "-S", "-p", "", "--", *argv], stdin=line + stdin, timeout=timeout)
+
+
+def write_argv(path: str | Path, mode: int, size: int) -> list[str]:
+    """Give the command that makes a file of `size` bytes from its standard input, all or nothing."""
+    return ["sh", "-c", _WRITE_SCRIPT, "sh", str(path), f"{mode:o}", str(size)]
 
 
 def sudo_needs_password(node: str) -> SparkserveError:
@@ -154,15 +176,20 @@ def _exchange(process: Process, stdin: bytes, timeout: float) -> bytes:
             while chunk := process.stdout.read(65536):
                 chunks.append(chunk)
 
-    reader = threading.Thread(target=collect, daemon=True)
-    reader.start()
-    with contextlib.suppress(BrokenPipeError, OSError):  # a command may end without reading its input
-        process.stdin.write(stdin)
-        process.stdin.flush()
-    with contextlib.suppress(BrokenPipeError, OSError):
-        process.stdin.close()
-    reader.join(timeout)
-    if reader.is_alive():
+    def feed() -> None:
+        with contextlib.suppress(OSError, ValueError):  # a command may end without reading its input
+            process.stdin.write(stdin)
+            process.stdin.flush()
+        with contextlib.suppress(OSError, ValueError):
+            process.stdin.close()
+
+    deadline = time.monotonic() + timeout
+    threads = [threading.Thread(target=target, daemon=True) for target in (collect, feed)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if threads[0].is_alive():
         raise TimeoutError
     return b"".join(chunks)
 
@@ -225,8 +252,10 @@ class LocalProcess:
             try:
                 self._popen.wait(2)
             except subprocess.TimeoutExpired:
-                os.killpg(self._popen.pid, signal.SIGKILL)
+                self._popen.kill()
                 self._popen.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
         for stream in (self.stdin, self.stdout, self._stderr):
             with contextlib.suppress(OSError):
                 stream.close()
@@ -248,7 +277,8 @@ class LocalHost(Host):
 class SshProcess:
     """A command on one channel of the control connection."""
 
-    def __init__(self, channel: paramiko.Channel, slot: threading.Semaphore) -> None:
+    def __init__(self, node: str, channel: paramiko.Channel, slot: threading.Semaphore) -> None:
+        self._node = node
         self._channel = channel
         self._slot: threading.Semaphore | None = slot
         # paramiko's files are file-like without being typed as such
@@ -260,7 +290,11 @@ class SshProcess:
         """See `Process`."""
         if not self._channel.status_event.wait(timeout):
             raise TimeoutError
-        return self._channel.recv_exit_status()
+        code = self._channel.recv_exit_status()
+        # No code: a signal ended the command, unless the whole connection is gone and nothing is known of it.
+        if code == -1 and not self._channel.get_transport().is_active():
+            raise connection_lost(self._node, self.error_text())
+        return code
 
     def error_text(self) -> str:
         """See `Process`."""
@@ -301,7 +335,11 @@ class SshHost(Host):
         except SparkserveError:
             self._slots.release()
             raise
-        return SshProcess(channel, self._slots)
+        return SshProcess(self.name, channel, self._slots)
+
+    def bulk_argv(self, argv: Sequence[str], link_address: str) -> list[str]:
+        """See `Host`: an OpenSSH process, over the link address if one is named."""
+        return [*self.target.bulk_command(link_address), shlex.join(argv)]
 
     def close(self) -> None:
         """See `Host`."""
@@ -352,4 +390,4 @@ def mask(text: str, secrets: Sequence[SecretStr | None]) -> str:
 def expand_home(path: Path, home: str) -> str:
     """Replace a leading `~` by the home directory of the node's account."""
     text = str(path)
-    return os.path.join(home, text[2:]) if text.startswith("~/") else text  # noqa: PTH118 - a path of another machine
+    return os.path.join(home, text[2:]) if text.startswith("~/") or text == "~" else text  # noqa: PTH118 - a path of another machine

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from pydantic import SecretStr
 
-from sparkserve import checks, link, lock, plan, settings, system, tuning
-from sparkserve.cluster import Cluster, Deployment, Role, connect, pair_lock, state_dir
-from sparkserve.errors import EXIT_NOT_READY, EXIT_USAGE, Failures, SparkserveError
+from sparkserve import checks, engine, engine_logs, link, lock, planning, status_look, tuning
+from sparkserve.cluster import Deployment, Node, connect, pair_lock, state_dir
+from sparkserve.endpoint import open_endpoint
+from sparkserve.engine_logs import LogLine, LogQuery
+from sparkserve.engine_stop import Stopping
+from sparkserve.errors import EXIT_NOT_READY, SparkserveError, usage_error
+from sparkserve.parameters import decide_parameters
+from sparkserve.plan import Applied, ApplyReport, Change, Plan, Reporter, apply, select
 from sparkserve.recipe import Recipe, load_recipe
+from sparkserve.settings import Loaded, Settings, load, read_secret
+from sparkserve.status_look import Question, Status
+from sparkserve.verify import Exam, Proof, verify
 
 STEPS = ("download", "sync", "template", "build", "ship", "tune", "start")
 
@@ -30,7 +39,7 @@ class Voice(Protocol):
         """Warn."""
         ...
 
-    def reporter(self, plan: plan.Plan) -> AbstractContextManager[plan.Reporter]:
+    def reporter(self, plan: Plan) -> AbstractContextManager[Reporter]:
         """Show a plan under way."""
         ...
 
@@ -44,13 +53,13 @@ class Session:
     """One command: what was asked for, and who hears of it."""
 
     command: str
-    loaded: settings.Loaded
+    loaded: Loaded
     recipe: Recipe
     environment: Mapping[str, str]
     voice: Voice
 
     @property
-    def settings(self) -> settings.Settings:
+    def settings(self) -> Settings:
         """The settings."""
         return self.loaded.settings
 
@@ -81,8 +90,8 @@ class Outcome:
     """What a command found, wanted and did."""
 
     steps: tuple[str, ...]
-    plan: plan.Plan
-    report: plan.ApplyReport = field(default_factory=plan.ApplyReport)
+    plan: Plan
+    report: ApplyReport = field(default_factory=ApplyReport)
     seconds: float = 0.0
 
     @property
@@ -95,7 +104,7 @@ def open_session(
     command: str, env_file: Path, environment: Mapping[str, str], flags: Mapping[str, object], voice: Voice
 ) -> Session:
     """Read settings and recipe, with everything that is wrong in them told at once."""
-    loaded = settings.load(env_file, environment, flags)
+    loaded = load(env_file, environment, flags)
     return Session(command, loaded, load_recipe(loaded.settings.recipe), environment, voice)
 
 
@@ -110,12 +119,21 @@ def resolve_lock(session: Session, *, update: bool = False) -> tuple[lock.Lock, 
     return sources.resolve(session.recipe, session.settings, session.voice.say), True
 
 
-def write_lock(session: Session, *, update: bool) -> lock.Lock:
-    """Make sure that the lock is there."""
+@dataclass(frozen=True)
+class Locked:
+    """A lock, its place, and whether this run wrote it."""
+
+    lock: lock.Lock
+    path: Path
+    written: bool
+
+
+def lock_sources(session: Session, *, update: bool, dry_run: bool) -> Locked:
+    """Make sure that every source is resolved; writes the lock and nothing else."""
     found, is_new = resolve_lock(session, update=update)
-    if is_new:
+    if is_new and not dry_run:
         lock.write_lock(session.lock_file, found)
-    return found
+    return Locked(found, session.lock_file, is_new and not dry_run)
 
 
 @contextmanager
@@ -131,40 +149,70 @@ def run_steps(session: Session, steps: tuple[str, ...], *, dry_run: bool = False
     begun = time.monotonic()
     with deployed(session) as (deployment, lock_is_new):
         if dry_run:
-            return Outcome(steps, _plan_steps(session, deployment, steps))
+            return Outcome(steps, plan_steps(session, deployment, steps)[0])
         with pair_lock(session.state, session.command):
             if lock_is_new:
                 lock.write_lock(session.lock_file, deployment.lock)
-            wanted = _plan_steps(session, deployment, steps)
-            if wanted.is_empty:
-                return Outcome(steps, wanted, seconds=time.monotonic() - begun)
+            wanted, links = plan_steps(session, deployment, steps)
+            if not wanted.is_empty:
+                prepare(session, deployment, wanted, links)
             with session.voice.reporter(wanted) as reporter:
-                report = plan.apply(wanted, reporter)
+                report = apply(wanted, reporter)
         outcome = Outcome(steps, wanted, report, time.monotonic() - begun)
         report.raise_failures()
         return outcome
 
 
-def _plan_steps(session: Session, deployment: Deployment, steps: tuple[str, ...]) -> plan.Plan:
-    cluster = deployment.cluster
-    facts = cluster.on_both(system.gather)
-    checks.raise_failures(checks.check_basics(session.recipe, facts))
-    every = plan_everything(session, deployment, steps)
-    chosen, pending = plan.select(every, steps)
+def plan_steps(session: Session, deployment: Deployment, steps: tuple[str, ...]) -> tuple[Plan, planning.Links | None]:
+    """Plan the wanted steps; an earlier step that is still to be made, and not wanted now, is an error."""
+    if set(steps) == {"tune"}:
+        return Plan(tuple(planning.plan_tuning(deployment))), None
+    every = planning.plan_preparation(deployment)
+    links = None
+    if "start" in steps:
+        left_out = [change for change in every if change.step == "tune" and "start" in steps and "tune" not in steps]
+        every = [change for change in every if change not in left_out]
+        for change in left_out:
+            session.voice.warn(f"{change.node} is not tuned ({change.before}); `sparkserve tune` sets {change.after}")
+        starting, links = planning.plan_start(deployment, session.state / "runs", every)
+        every += starting
+    chosen, pending = select(every, steps)
     if pending:
         raise _not_prepared(pending)
-    preflight(session, deployment, facts, chosen)
-    return chosen
+    return chosen, links
 
 
-def _not_prepared(pending: list[plan.Change]) -> SparkserveError:
+def prepare(session: Session, deployment: Deployment, wanted: Plan, links: planning.Links | None) -> None:
+    """Hold the preflight: everything that would stop the plan half-way is told before its first change."""
+    rooted = [change.node for change in wanted.changes if change.lane == "sudo"]
+    for node in deployment.cluster.nodes:
+        if node.role in rooted:
+            node.host.sudo_password = _password_of(session, node)
+    found = planning.preflight(deployment, wanted.changes, links)
+    for check in found:
+        if check.verdict == "warn":
+            session.voice.warn(f"{check.node}: {check.observed}; better: {check.needed}")
+    checks.raise_failures(found)
+
+
+def _password_of(session: Session, node: Node) -> SecretStr | None:
+    """Find the sudo password of a node: none where sudo asks for none, else from the settings or from a person."""
+    if not node.host.asks_sudo_password():
+        return None
+    if session.settings.sudo_password_file is not None:
+        return read_secret(session.settings.sudo_password_file, "the sudo password")
+    answer = session.voice.ask_secret(f"sudo password of {node.identity['user']} on the {node.role}")
+    return SecretStr(answer) if answer else None
+
+
+def _not_prepared(pending: list[Change]) -> SparkserveError:
     rows = [f"{change.node}: {change.step} {change.resource}: {change.before}" for change in pending]
     details = "\n".join(rows[:10] + ([f"and {len(rows) - 10} more"] if len(rows) > 10 else []))
     message = f"{len(pending)} earlier changes are still to be made"
     return SparkserveError("not_prepared", message, "sparkserve up", details=details, exit_code=EXIT_NOT_READY)
 
 
-def summarize(step: str, applied: list[plan.Applied]) -> list[StepRow]:
+def summarize(step: str, applied: list[Applied]) -> list[StepRow]:
     """Sum up what was applied of one step, by node."""
     rows = []
     for node in ("head", "worker"):
@@ -178,3 +226,70 @@ def summarize(step: str, applied: list[plan.Applied]) -> list[StepRow]:
         seconds = max(item.ended for item in done) - min(item.begun for item in done)
         rows.append(StepRow(step, node, proof, seconds, changed=True))
     return rows or [StepRow(step, "both", "as wanted already", 0.0, changed=False)]
+
+
+def undo_tuning(session: Session, *, dry_run: bool) -> dict[str, str]:
+    """Put back what the journal of each node kept."""
+    with connect(session.settings) as cluster:
+        if dry_run:
+            return {str(role): text for role, text in cluster.on_both(tuning.kept_values).items()}
+        with pair_lock(session.state, session.command):
+            for node in cluster.nodes:
+                node.host.sudo_password = _password_of(session, node)
+            return tuning.undo(cluster)
+
+
+def up(session: Session, *, skip: tuple[str, ...], dry_run: bool) -> tuple[Outcome, list[Proof]]:
+    """Do every step that is still to be done, then prove the endpoint by real requests."""
+    unknown = set(skip) - {"tune"}
+    if unknown:
+        raise usage_error("skip_unknown", f"--skip {', '.join(sorted(unknown))}: only tune can be left out")
+    outcome = run_steps(session, tuple(step for step in STEPS if step not in skip), dry_run=dry_run)
+    if dry_run:
+        return outcome, []
+    proofs = verify_endpoint(session)
+    if outcome.report.applied:
+        record = {"rows": [asdict(row) for row in outcome.rows], "proofs": [asdict(proof) for proof in proofs]}
+        (session.state / "last-run.json").write_text(json.dumps(record), encoding="utf-8")
+    return outcome, proofs
+
+
+def verify_endpoint(session: Session) -> list[Proof]:
+    """Ask the endpoint the recipe's requests."""
+    context = decide_parameters(session.settings, session.recipe).context
+    exam = Exam(open_endpoint(session.settings, session.recipe), session.recipe.verification, context)
+    return verify(exam, lambda name: session.voice.say(f"asking the endpoint: {name}"))
+
+
+def look(session: Session) -> Status:
+    """Judge the pair from both nodes; a node that cannot be asked makes the state unknown, not the command fail."""
+    known = lock.read_lock(session.lock_file, session.recipe, session.settings)
+    with connect(session.settings, lenient=True) as cluster:
+        endpoint = open_endpoint(session.settings, session.recipe)
+        question = Question(cluster, session.recipe, endpoint, session.state / "movement.json")
+        links, errors = cluster.try_both(link.gather)
+        if known and not errors:
+            deployment = Deployment(session.settings, session.recipe, known, cluster)
+            question = planning.ask_status(deployment, planning.build_specs(deployment, links), session.state)
+        return status_look.look(question)
+
+
+def stop(session: Session, *, force: bool, dry_run: bool) -> Outcome:
+    """End both ranks and prove on each node that nothing of ours is left."""
+    with connect(session.settings, lenient=True) as cluster:
+        facts, _ = cluster.try_both(engine.gather)
+        stopping = Stopping(session.state / "runs", force=force, secrets=(session.settings.hf_token,))
+        wanted = Plan(tuple(engine.plan_stop(cluster, facts, stopping)))
+        if dry_run or wanted.is_empty:
+            return Outcome(("stop",), wanted)
+        begun = time.monotonic()
+        with pair_lock(session.state, session.command), session.voice.reporter(wanted) as reporter:
+            report = apply(wanted, reporter)
+        report.raise_failures()
+        return Outcome(("stop",), wanted, report, time.monotonic() - begun)
+
+
+def read_logs(session: Session, query: LogQuery) -> Iterator[LogLine]:
+    """Give both ranks' log lines in the order of time."""
+    with connect(session.settings) as cluster:
+        yield from engine_logs.read_logs(cluster, query)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, ValidationError
 
 from sparkserve.errors import Failures, SparkserveError, usage_error
-from sparkserve.manifest import Manifest, ManifestFile
+from sparkserve.manifest import REPOSITORY, Manifest, ManifestFile
 from sparkserve.recipe import Data, Recipe
 from sparkserve.settings import Settings
 
@@ -19,8 +20,8 @@ from sparkserve.settings import Settings
 class LockedTemplate(Data):
     """The chat template: one file of one repository at one commit."""
 
-    repository: str
-    commit: str = Field(pattern=r"[0-9a-f]{40}")
+    repository: str = Field(pattern=REPOSITORY)
+    commit: str = Field(pattern=r"^[0-9a-f]{40}$")
     file: ManifestFile
 
 
@@ -29,7 +30,7 @@ class LockedImage(Data):
 
     base: str = Field("", description="Base image as name@sha256:…")
     engine_repository: str = ""
-    engine_commit: str = Field("", pattern=r"([0-9a-f]{40})?")
+    engine_commit: str = Field("", pattern=r"^([0-9a-f]{40})?$")
     reference: str = Field("", description="Finished image as name@sha256:…")
 
 
@@ -84,40 +85,68 @@ def write_lock(path: Path, lock: Lock) -> None:
     """Write the lock beside its goal, durably, and rename it."""
     text = json.dumps(lock.model_dump(by_alias=True, exclude_none=True), indent=1) + "\n"
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise usage_error("lock_unwritable", f"cannot write {path}: {error.strerror}") from error
 
 
 def find_disagreements(lock: Lock, recipe: Recipe, settings: Settings) -> list[SparkserveError]:
     """List where a lock is not of this recipe and these settings."""
-    found: list[str] = []
-    if lock.recipe != recipe.name:
-        found.append(f"it locks recipe {lock.recipe}, not {recipe.name}")
-    locked = {manifest.name: manifest for manifest in lock.weights}
-    if set(locked) != {weights.name for weights in recipe.weights}:
-        found.append(f"it locks the weights {', '.join(sorted(locked))}")
-    for weights in recipe.weights:
-        manifest = locked.get(weights.name)
-        if manifest and not _same_source(manifest.repository, manifest.commit, weights.repository, weights.revision):
-            wanted = f"{weights.repository} at {weights.revision}"
-            found.append(f"it locks {manifest.repository} at {manifest.commit}, the recipe wants {wanted}")
-        if manifest:
-            found += _denied(manifest, weights.deny_sha256)
-    repository = settings.engine_repository or recipe.image.engine_repository
-    revision = settings.engine_revision or recipe.image.engine_revision
-    image = lock.image
-    if recipe.image.dockerfile and not _same_source(image.engine_repository, image.engine_commit, repository, revision):
-        found.append(
-            f"it locks engine {image.engine_repository} at {image.engine_commit}, not {repository} at {revision}"
-        )
+    found = [f"it locks recipe {lock.recipe}, not {recipe.name}"] if lock.recipe != recipe.name else []
+    found += [*_other_weights(lock, recipe), *_other_template(lock, recipe)]
+    found += _other_engine(lock.image, recipe, settings) if recipe.image.dockerfile else []
     reference = settings.image or recipe.image.reference
-    if not recipe.image.dockerfile and image.reference.partition("@")[2] != reference.partition("@")[2]:
-        found.append(f"it locks image {image.reference}, not {reference}")
+    if not recipe.image.dockerfile and lock.image.reference.partition("@")[2] != reference.partition("@")[2]:
+        found.append(f"it locks image {lock.image.reference}, not {reference}")
     hint = "`sparkserve lock --update` resolves the sources anew"
     return [usage_error("lock_differs", f"the lock does not fit: {text}", hint) for text in found]
+
+
+def _other_weights(lock: Lock, recipe: Recipe) -> Iterator[str]:
+    locked = {manifest.name: manifest for manifest in lock.weights}
+    if set(locked) != {weights.name for weights in recipe.weights}:
+        yield f"it locks the weights {', '.join(sorted(locked))}"
+    for weights in recipe.weights:
+        manifest = locked.get(weights.name)
+        if manifest is None:
+            continue
+        if not _same_source(manifest.repository, manifest.commit, weights.repository, weights.revision):
+            wanted = f"{weights.repository} at {weights.revision}"
+            yield f"it locks {manifest.repository} at {manifest.commit}, the recipe wants {wanted}"
+        if weights.files not in (None, len(manifest.files)):
+            yield f"it locks {len(manifest.files)} files of {manifest.repository}, the recipe wants {weights.files}"
+        yield from _denied(manifest, weights.deny_sha256)
+
+
+def _other_template(lock: Lock, recipe: Recipe) -> Iterator[str]:
+    found, wanted = lock.chat_template, recipe.chat_template
+    if found is None or wanted is None:
+        if found or wanted:
+            yield f"it locks {'a' if found else 'no'} chat template"
+        return
+    if not _same_source(found.repository, found.commit, wanted.repository, wanted.revision):
+        yield f"it locks the chat template of {found.repository} at {found.commit}"
+    elif found.file.path != wanted.path or wanted.git_sha1 not in (None, found.file.git_sha1):
+        yield f"it locks the chat template {found.file.path} with the git hash {found.file.git_sha1}"
+
+
+def _other_engine(image: LockedImage, recipe: Recipe, settings: Settings) -> Iterator[str]:
+    repository = settings.engine_repository or recipe.image.engine_repository
+    revision = settings.engine_revision or recipe.image.engine_revision
+    if not _same_source(image.engine_repository, image.engine_commit, repository, revision):
+        yield f"it locks engine {image.engine_repository} at {image.engine_commit}, not {repository} at {revision}"
+    name, _, digest = image.base.partition("@")
+    base = recipe.image.base.partition("@")[0]
+    if base != name and not base.startswith(f"{name}:"):
+        yield f"it locks base image {name}, not {base}"
+    elif recipe.image.base_digest not in ("", digest):
+        yield f"it locks base image {image.base}, not {recipe.image.base_digest}"
 
 
 def _denied(manifest: Manifest, deny_sha256: tuple[str, ...]) -> list[str]:

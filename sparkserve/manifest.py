@@ -9,6 +9,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+# pydantic searches for a pattern anywhere in a text: without both ends it would accept whatever holds a match.
+REPOSITORY = r"^\w[\w.-]*/\w[\w.-]*$"
 Algorithm = Literal["sha256", "git-sha1"]
 Problem = Literal["missing", "link", "not a file", "short", "long", "wrong content", "unreadable"]
 
@@ -23,8 +25,8 @@ class ManifestFile(BaseModel):
 
     path: str
     size: int = Field(ge=0)
-    sha256: str | None = Field(None, pattern=r"[0-9a-f]{64}")
-    git_sha1: str | None = Field(None, pattern=r"[0-9a-f]{40}")
+    sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
+    git_sha1: str | None = Field(None, pattern=r"^[0-9a-f]{40}$")
 
     @field_validator("path")
     @classmethod
@@ -57,9 +59,15 @@ class Manifest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    repository: str
-    commit: str = Field(pattern=r"[0-9a-f]{40}")
+    repository: str = Field(pattern=REPOSITORY)
+    commit: str = Field(pattern=r"^[0-9a-f]{40}$")
     files: tuple[ManifestFile, ...]
+
+    @model_validator(mode="after")
+    def _names_each_file_once(self) -> Manifest:
+        if len({file.path for file in self.files}) != len(self.files):
+            raise ValueError("a file is named twice")
+        return self
 
     @property
     def total_bytes(self) -> int:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,14 @@ class Output:
                     print(item, flush=True)
                 else:
                     self._console(stderr=False).print(item)
+
+    def lines(self, command: str, items: Iterable[Any], show: Callable[[Any], str]) -> None:
+        """Give a result that comes line by line; `--json` gathers it into the one object."""
+        if self.mode is Mode.JSON:
+            _print_json(command, "ok", 0, {"lines": [to_plain(item) for item in items]}, [])
+            return
+        for item in items:
+            print(show(item), flush=True)
 
     def error(self, command: str, error: SparkserveError, data: object = None, *, log: Path | None = None) -> None:
         """Say what failed, each single error with its node, its details and the next command."""

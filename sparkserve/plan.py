@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import graphlib
 import threading
 import time
 from collections import Counter
@@ -83,6 +84,8 @@ class Plan:
         doubled = [key for key, count in Counter(change.key for change in self.changes).items() if count > 1]
         if doubled:
             raise ValueError(f"changes planned twice: {doubled}")
+        # A circle is a bug of ours: it must show before the first change, not after half of them.
+        graphlib.TopologicalSorter({change.key: change.needs for change in self.changes}).prepare()
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ class _Run:
                 change
                 for change in self.waiting
                 if self.cancelled.is_set()
-                or self.lane_failures[change.lane] >= _LANE_PATIENCE
+                or (change.lane and self.lane_failures[change.lane] >= _LANE_PATIENCE)
                 or any(need in self.broken for need in change.needs)
             ]
             if not hopeless:
@@ -189,7 +192,6 @@ class _Run:
         except BaseException as error:  # noqa: BLE001 - a bug of ours: it is raised again by the main thread
             bug = error
             self._end(change, lambda: self.bugs.append(bug), works=False)
-            self.cancelled.set()
         else:
             applied = Applied(change, proof, begun, time.monotonic())
             self._end(change, lambda: self._finish(applied), works=True)
@@ -207,7 +209,12 @@ class _Run:
         with self.changed:
             del self.running[change.key]
             (self.done if works else self.broken).add(change.key)
-            tell()
+            try:
+                tell()
+            except BaseException as error:  # noqa: BLE001 - the reporter's bug, raised by the main thread as well
+                self.bugs.append(error)
+            if self.bugs:
+                self.cancelled.set()
             self.changed.notify_all()
 
     def loop(self) -> None:
@@ -216,14 +223,14 @@ class _Run:
                 self.drop_unreachable()
                 change = self.next_ready()
                 if change is not None:
+                    self.reporter.started(change)
                     self.waiting.remove(change)
                     self.running[change.key] = change
-                    self.reporter.started(change)
                     threading.Thread(target=self.carry_out, args=(change,), name=change.key, daemon=True).start()
                 elif self.running:
                     self.changed.wait(0.5)
                 elif self.waiting:
-                    raise ValueError(f"changes that need each other: {[change.key for change in self.waiting]}")
+                    raise ValueError(f"changes that can never begin: {[change.key for change in self.waiting]}")
 
     def drain(self, seconds: float) -> None:
         """After an interrupt: give running changes time to end cleanly."""
@@ -270,6 +277,9 @@ def apply(plan: Plan, reporter: Reporter, widths: Mapping[str, int] = DEFAULT_WI
     except KeyboardInterrupt as error:
         run.drain(20)
         raise Interrupted(run.report, getattr(error, "exit_code", 130)) from None
+    except BaseException:
+        run.drain(20)
+        raise
     if run.bugs:
         raise run.bugs[0]
     return run.report
@@ -277,8 +287,13 @@ def apply(plan: Plan, reporter: Reporter, widths: Mapping[str, int] = DEFAULT_WI
 
 def select(changes: Iterable[Change], steps: Iterable[str]) -> tuple[Plan, list[Change]]:
     """Give the plan of a command that covers only some steps, and the pending changes of other steps that it needs."""
-    every = {change.key: change for change in changes}
+    every = {change.key: change for change in Plan(tuple(changes)).changes}
     wanted = set(steps)
     chosen = tuple(change for change in every.values() if change.step in wanted)
-    needed = {need for change in chosen for need in change.needs if need in every}
+    needed = {change.key for change in chosen}
+    found = list(chosen)
+    while found:
+        more = [need for need in found.pop().needs if need in every and need not in needed]
+        needed.update(more)
+        found += [every[need] for need in more]
     return Plan(chosen), [every[key] for key in every if key in needed and every[key].step not in wanted]

@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sparkserve.errors import Failures, SparkserveError, usage_error
+from sparkserve.manifest import REPOSITORY
 from sparkserve.settings import nearest_name
 
-PLACEHOLDER = re.compile(r"\$\{([A-Za-z0-9_.-]+)\}")
+PLACEHOLDER = re.compile(r"\$\{([^}]*)\}")
 # What argv, environment and mounts may name. `link.*` and `cache` are those of the rank's own node, never the other's.
 PLACEHOLDERS = {
     "rank": "0 on the head, 1 on the worker",
@@ -66,13 +67,13 @@ class Ports(Data):
 class Weights(Data):
     """Files of one hub repository at one commit, seen by the engine in one directory."""
 
-    name: str = Field(description="Name within the recipe", pattern=r"[a-z0-9-]+")
-    repository: str = Field(description="`org/name` on the hub", pattern=r"[\w.-]+/[\w.-]+")
+    name: str = Field(description="Name within the recipe", pattern=r"^[a-z0-9-]+$")
+    repository: str = Field(description="`org/name` on the hub", pattern=REPOSITORY)
     revision: str = Field(description="Commit (40 hex digits, or a prefix of at least 8), branch or tag")
     include: tuple[str, ...] = Field(("*",), description="Glob patterns of the wanted files")
     exclude: tuple[str, ...] = Field((), description="Glob patterns of files left out")
     files: int | None = Field(None, description="How many files must be found; a different count stops the lock")
-    mount: str = Field(description="Directory in the container where the engine sees these files", pattern=r"/.+")
+    mount: str = Field(description="Directory in the container where the engine sees these files", pattern=r"^/.+$")
     deny_sha256: tuple[str, ...] = Field((), description="Hashes that must not be served: same size, wrong content")
     expected_bytes: int = Field(0, description="Rough size, in bytes, for a disk budget before the lock exists")
 
@@ -80,12 +81,12 @@ class Weights(Data):
 class ChatTemplate(Data):
     """A chat template fetched at a pinned hash; the prologue is put in front of it, its own lines stay as they are."""
 
-    repository: str = Field(description="Hub repository that holds the template")
+    repository: str = Field(description="Hub repository that holds the template", pattern=REPOSITORY)
     revision: str = Field(description="Commit of that repository")
     path: str = Field("chat_template.jinja", description="Path of the template in the repository")
-    git_sha1: str | None = Field(None, description="Git blob hash of the template", pattern=r"[0-9a-f]{40}")
+    git_sha1: str | None = Field(None, description="Git blob hash of the template", pattern=r"^[0-9a-f]{40}$")
     prologue: str = Field("", description="File of the recipe that is put in front, to set defaults")
-    mount: str = Field(description="Path in the container where the engine reads the template", pattern=r"/.+")
+    mount: str = Field(description="Path in the container where the engine reads the template", pattern=r"^/.+$")
     licence: str = Field("", description="Licence of the fetched template")
 
 
@@ -94,7 +95,7 @@ class Image(Data):
 
     dockerfile: str = Field("", description="Dockerfile of the recipe; empty means that `reference` is used")
     base: str = Field("", description="Base image, `registry/name:tag`")
-    base_digest: str = Field("", description="Digest of the base image", pattern=r"(sha256:[0-9a-f]{64})?")
+    base_digest: str = Field("", description="Digest of the base image", pattern=r"^(sha256:[0-9a-f]{64})?$")
     engine_repository: str = Field("", description="Git address of the engine")
     engine_revision: str = Field("", description="Branch, tag or commit of the engine")
     build_arguments: dict[str, str] = Field(default_factory=dict, description="Further `--build-arg`s")
@@ -109,7 +110,7 @@ class Image(Data):
     def _has_a_source(self) -> Image:
         if self.dockerfile and not self.base:
             raise ValueError("a dockerfile needs `base`")
-        if not self.dockerfile and self.reference and "@sha256:" not in self.reference:
+        if not self.dockerfile and self.reference and not re.fullmatch(r"[^@\s]+@sha256:[0-9a-f]{64}", self.reference):
             raise ValueError("`reference` should be pinned: name@sha256:<64 hex digits>")
         return self
 
@@ -118,7 +119,7 @@ class Mount(Data):
     """A directory of the node that the engine may write, such as its caches."""
 
     source: str = Field(description="Directory on the node; made if absent")
-    target: str = Field(description="Path in the container", pattern=r"/.+")
+    target: str = Field(description="Path in the container", pattern=r"^/.+$")
     writable: bool = Field(default=True, description="Whether the engine may write there")
 
 
@@ -236,7 +237,7 @@ class Recipe(Data):
     """All of a recipe; `directory` and `parents` are filled in by the loader."""
 
     schema_version: Literal[1] = Field(alias="schema", description="Version of this format")
-    name: str = Field(description="Name of the recipe", pattern=r"[a-z0-9][a-z0-9.-]*")
+    name: str = Field(description="Name of the recipe", pattern=r"^[a-z0-9][a-z0-9.-]*$")
     title: str = Field(description="One line for a list")
     engine: str = Field(description="Engine family: tensorfold, vllm, sglang, …; only a label")
     licence: str = Field("", description="Licences of the parts")
@@ -244,7 +245,7 @@ class Recipe(Data):
     why: str = Field("", description="What is proved or what is missing")
     parameters: Parameters
     ports: Ports
-    weights: tuple[Weights, ...] = Field(min_length=1)
+    weights: tuple[Weights, ...]
     chat_template: ChatTemplate | None = None
     image: Image
     container: Container = Container()
@@ -258,6 +259,13 @@ class Recipe(Data):
     tuning: Tuning = Tuning()
     figures: tuple[Figure, ...] = ()
     directories: tuple[Path, ...] = Field((), exclude=True)
+
+    @field_validator("weights")
+    @classmethod
+    def _are_some(cls, value: tuple[Weights, ...]) -> tuple[Weights, ...]:
+        if not value:
+            raise ValueError("should name at least one source")
+        return value
 
     @field_validator("phases", "failures")
     @classmethod
@@ -348,6 +356,8 @@ def _read(directory: Path, seen: list[Path]) -> tuple[dict[str, Any], list[Path]
     parent = table.pop("extends", None)
     if parent is None:
         return table, [directory]
+    if not isinstance(parent, str):
+        raise usage_error("recipe_invalid", f"{path}: `extends` should be the name or path of a recipe")
     beside = directory.parent / parent
     where = beside if (beside / "recipe.toml").is_file() else find_directory(parent)
     base, directories = _read(where, [*seen, directory.resolve()])

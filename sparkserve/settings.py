@@ -119,7 +119,7 @@ class Settings(BaseModel):
         host = value.rpartition("@")[2]
         if host in ("localhost", "127.0.0.1", "127.0.1.1", "::1"):
             raise ValueError("should be the second machine, not this one")
-        if value.startswith("-") or any(character.isspace() for character in value):
+        if value.startswith("-") or host.startswith("-") or any(character.isspace() for character in value):
             raise ValueError("should be a host or user@host")
         return value
 
@@ -146,6 +146,13 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def nearest_variable(name: str) -> str:
+    """Suggest the setting that was probably meant; the prefix that all share says nothing about nearness."""
+    known = {variable_name(field).removeprefix(PREFIX): variable_name(field) for field in Settings.model_fields}
+    near = difflib.get_close_matches(name.upper().removeprefix(PREFIX), list(known), n=1, cutoff=0.6)
+    return f"; did you mean {known[near[0]]}?" if near else ""
+
+
 def variable_name(field: str) -> str:
     """Give the one name a setting has in `.env` and in the environment."""
     return field.upper() if field.upper() in FOREIGN_NAMES else PREFIX + field.upper()
@@ -155,7 +162,8 @@ def parse_env(text: str) -> tuple[dict[str, str], list[SparkserveError]]:
     """Read a strict `.env`: NAME=value, quotes, `export`, comments, CRLF and a BOM; nothing is expanded or run."""
     values: dict[str, str] = {}
     errors = []
-    for number, raw in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
+    # Not `splitlines`, which also splits at characters that are no line ends to anyone who edits the file.
+    for number, raw in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         line = raw.strip()
         if not line or line.startswith("#"):
             continue
@@ -172,29 +180,28 @@ def parse_env(text: str) -> tuple[dict[str, str], list[SparkserveError]]:
     return values, errors
 
 
-def _parse_value(text: str) -> str:
-    text = text.strip()
+def _parse_value(raw: str) -> str:
+    text = raw.strip()
     if text[:1] in ("'", '"'):
         quote = text[0]
         pattern = r"'([^']*)'" if quote == "'" else r'"((?:[^"\\]|\\.)*)"'
         match = re.fullmatch(pattern + r"(?:\s+#.*)?", text)
         if match is None:
             raise ValueError("has a quote that does not close, or text after it")
-        return match[1] if quote == "'" else re.sub(r"\\(.)", r"\1", match[1])
-    return re.split(r"\s+#", " " + text, maxsplit=1)[0].strip()
+        return match[1] if quote == "'" else re.sub(r'\\([\\"$`])', r"\1", match[1])
+    return re.split(r"\s+#", raw, maxsplit=1)[0].strip()
 
 
 def load(env_file: Path, environment: Mapping[str, str], flags: Mapping[str, Any]) -> Loaded:
     """Merge flags, environment and the file, in this order of strength; raise with every problem found."""
     errors: list[SparkserveError] = []
     file_values: dict[str, str] = {}
-    if env_file.exists():
-        try:
-            file_values, errors = parse_env(env_file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise usage_error(
-                "settings_unreadable", f"cannot read {env_file}: {error}", f"look at `{env_file}`"
-            ) from error
+    try:
+        file_values, errors = parse_env(env_file.read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        pass  # the environment and flags may be all there is
+    except (OSError, UnicodeDecodeError) as error:
+        raise usage_error("settings_unreadable", f"cannot read {env_file}: {error}", f"look at `{env_file}`") from None
     errors += _unknown_keys(file_values, f"in {env_file}")
     errors += _unknown_keys({name: "" for name in environment if name.startswith(PREFIX)}, "in the environment")
     merged, sources = _merge(env_file, file_values, environment, flags)
@@ -228,12 +235,9 @@ def _unknown_keys(values: Mapping[str, str], where: str) -> list[SparkserveError
     known = [variable_name(field) for field in Settings.model_fields]
     errors = []
     for name in values:
-        if name in known:
-            continue
-        near = nearest_name(name, known) or nearest_name(PREFIX + name, known)
-        errors.append(
-            usage_error("settings_unknown", f"unknown key {name} {where}{near}", "`sparkserve config` lists them")
-        )
+        if name not in known:
+            text = f"unknown key {name} {where}{nearest_variable(name)}"
+            errors.append(usage_error("settings_unknown", text, "`sparkserve config` lists them"))
     return errors
 
 
@@ -260,6 +264,11 @@ def read_secret(path: Path, purpose: str) -> SecretStr:
         mode = path.stat().st_mode
         if mode & 0o077:
             raise usage_error("secret_readable", f"{path} ({purpose}) can be read by others", f"chmod 600 {path}")
-        return SecretStr(path.read_text(encoding="utf-8").strip())
+        secret = path.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError:
+        secret = ""
     except OSError as error:
         raise usage_error("secret_missing", f"cannot read {path} ({purpose}): {error.strerror}") from error
+    if len(secret.splitlines()) != 1:
+        raise usage_error("secret_invalid", f"{path} ({purpose}) should hold one line of text, and nothing else")
+    return SecretStr(secret)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import re
+import shlex
 import socket
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +56,7 @@ class SshTarget:
             "ClearAllForwardings": "yes",
         }
         if link_address:
-            options |= {"HostName": link_address, "ProxyJump": "none"}
+            options |= {"HostName": link_address, "ProxyCommand": "none", "ProxyJump": "none"}
         words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         keys = [word for key in self.key_files[:1] for word in ("-i", str(key))]
         return ["ssh", *words, *keys, self.destination]
@@ -70,6 +73,9 @@ def resolve_target(settings: Settings) -> SshTarget:
         raise SparkserveError(
             "tool_missing", "cannot run `ssh`", "sudo apt-get install openssh-client", "head"
         ) from error
+    except subprocess.TimeoutExpired as error:
+        message = "ssh did not read its configuration within 20 s"
+        raise SparkserveError("ssh_config", message, "look at `Match exec` in ~/.ssh/config", "head") from error
     if answer.returncode != 0:
         raise SparkserveError("ssh_config", "ssh refuses its configuration", node="head", details=answer.stderr.strip())
     found: dict[str, list[str]] = {}
@@ -81,10 +87,6 @@ def resolve_target(settings: Settings) -> SshTarget:
     address = first["hostname"]
     keys = tuple(Path(key).expanduser() for key in found.get("identityfile", []))
     files = f"{first.get('userknownhostsfile', '')} {first.get('globalknownhostsfile', '')}".split()
-    proxy = first.get("proxycommand", "none")
-    jump = first.get("proxyjump", "none")
-    if jump != "none":
-        proxy = f"ssh -W [{address}]:{port} {jump}"
     return SshTarget(
         destination=settings.worker,
         address=address,
@@ -93,8 +95,20 @@ def resolve_target(settings: Settings) -> SshTarget:
         key_files=tuple(key for key in keys if key.exists()),
         known_hosts=tuple(Path(name).expanduser() for name in files),
         known_as=first.get("hostkeyalias", "") or (address if port == 22 else f"[{address}]:{port}"),
-        proxy_command="" if proxy == "none" else proxy,
+        proxy_command=_proxy_command(first, settings.worker.rpartition("@")[2]),
     )
+
+
+def _proxy_command(first: Mapping[str, str], given: str) -> str:
+    """Give the command that stands for the socket, as ssh itself would run it; empty where there is none."""
+    address, port = first["hostname"], first.get("port", "22")
+    *via, last = first.get("proxyjump", "none").split(",")
+    if last != "none":
+        words = ["-J", ",".join(via)] if via else []
+        return shlex.join(["ssh", *words, "-W", f"[{address}]:{port}", f"ssh://{last.removeprefix('ssh://')}"])
+    command = first.get("proxycommand", "none")
+    tokens = {"%h": address, "%p": port, "%r": first["user"], "%n": given, "%%": "%"}
+    return "" if command == "none" else re.sub("%[hprn%]", lambda match: tokens[match[0]], command)
 
 
 def connect(settings: Settings, node: str = "worker") -> SshHost:

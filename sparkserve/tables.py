@@ -16,6 +16,7 @@ from sparkserve.settings import Loaded, Settings, variable_name
 if TYPE_CHECKING:
     from sparkserve.lifecycle import Locked, Outcome
     from sparkserve.recipe import Recipe
+    from sparkserve.status_look import Status
 
 _STYLES = {"ok": "green", "fail": "red", "warn": "yellow", "running": "green", "stopped": "", "not applicable": ""}
 
@@ -63,9 +64,7 @@ def lock_table(found: Locked) -> Table:
     if image.base or image.reference:
         name, _, digest = (image.base or image.reference).partition("@")
         table.add_row(name, digest, "", "")
-    table.caption = (
-        "written to " + str(found.path) if found.written else "as it was" if not found.differs else "not written"
-    )
+    table.caption = f"written to {found.path}" if found.written else "nothing was written"
     return table
 
 
@@ -165,3 +164,21 @@ def recipes_table(recipes: Sequence[Recipe]) -> Table:
         proven = "yes" if recipe.proven else "no"
         table.add_row(recipe.name, recipe.engine, proven, Text(f"{recipe.title}. {recipe.why}".strip()))
     return table
+
+
+def status_view(found: Status) -> list[Table | str]:
+    """Show how the pair is: the state and why, then what each node has."""
+    data = found.data()
+    lines = [f"{found.verdict.state}: {'; '.join(found.verdict.reasons)}"]
+    figures = {"requests_running": "running", "requests_waiting": "waiting", "tokens_per_second": "tokens/s"}
+    shown = [f"{name} {data[key]:.0f}" for key, name in figures.items() if data[key] is not None]
+    if data["uptime_seconds"] is not None:
+        shown.insert(0, f"up {duration(data['uptime_seconds'])}")
+    lines += [", ".join(shown)] if shown else []
+    table = _table("node", "container", "memory available", "swap used")
+    for role, node in data["nodes"].items():
+        memory = f"{show_size(node['memory_available_bytes'])} of {show_size(node['memory_total_bytes'])}"
+        table.add_row(role, Text(node["container"]), memory, show_size(node["swap_used_bytes"]))
+    for role, error in found.unseen.items():
+        table.add_row(role, Text(f"could not look: {error.message}"), "", "")
+    return ["\n".join(lines), table]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sparkserve.cluster import Cluster, Deployment, Node
+from sparkserve.cluster import Cluster, Deployment, Node, Role
 from sparkserve.errors import SparkserveError
 from sparkserve.plan import Change, Work
 
@@ -45,7 +45,7 @@ def file_text(sysctls: Mapping[str, str]) -> str:
     return "\n".join(["# written by sparkserve; `sparkserve tune --undo` removes it", *lines, ""])
 
 
-def plan(deployment: Deployment, facts: Mapping[str, Facts]) -> list[Change]:
+def plan(deployment: Deployment, facts: Mapping[Role, Facts]) -> list[Change]:
     """Plan one change for each node whose values or file differ."""
     wanted = deployment.recipe.tuning.sysctl
     changes = []
@@ -94,6 +94,12 @@ def set_values(node: Node, found: Facts, wanted: Mapping[str, str]) -> str:
 def undo(cluster: Cluster) -> dict[str, str]:
     """Put the values back that the journal kept, and remove our file; nodes without a journal are left alone."""
     return {str(role): text for role, text in cluster.on_both(_undo_one).items()}
+
+
+def kept_values(node: Node) -> str:
+    """Tell which values `undo` would put back on a node."""
+    before = gather(node, {}).journal.get("before", {})
+    return ", ".join(f"{name}={value}" for name, value in sorted(before.items())) or "nothing to put back"
 
 
 def _undo_one(node: Node) -> str:

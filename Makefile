@@ -1,0 +1,54 @@
+# Every target makes and uses its own .venv. Those that need the two-node lab want root and a Debian or Ubuntu machine.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help check test test-all test-vllm rehearse bench clean lab-ready
+
+python := .venv/bin/python
+installed := .venv/.installed
+# What the lab runs, and the package that has it.
+lab_commands := dockerd=docker.io sshd=openssh-server ssh=openssh-client rsync=rsync ip=iproute2 iptables=iptables \
+  ping=iputils-ping debootstrap=debootstrap docker-registry=docker-registry sudo=sudo git=git sysctl=procps \
+  nsenter=util-linux openssl=openssl curl=curl /usr/bin/python3=python3
+
+help: ## Show the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s  %s\n", $$1, $$2 }' Makefile
+
+check: $(installed) ## Format, lint, types, and that generated documents agree with the code
+	$(python) -m ruff format --check .
+	$(python) -m ruff check .
+	$(python) -m mypy sparkserve tests docs/generate.py
+	$(python) docs/generate.py --check
+
+test: lab-ready $(installed) ## Everything except the faults: unit, component, one pass of the line on the lab
+	$(python) -m pytest -m "not faults"
+
+test-all: lab-ready $(installed) ## All that `make test` runs, and every fault on the lab, in one run
+	$(python) -m pytest
+
+# CI runs `check test-all` for now: there are no tests with a real vLLM yet, and a target that ran none must not pass.
+test-vllm: lab-ready $(installed) ## Real vLLM over the two nodes of the lab
+	@grep -rqs --include='*.py' 'pytest\.mark\.vllm' tests \
+	  || { echo "there are no tests with the marker vllm yet: nothing was proved" >&2; exit 1; }
+	$(python) -m pytest -m vllm
+
+rehearse: lab-ready $(installed) ## The whole line, up to verify and stop, on the lab; shows each step and its proof
+	$(python) -m tests.lab.rehearse
+
+# The figures of the command line alone need no lab.
+bench_lab := $(if $(filter-out cli,$(or $(ONLY),all)),lab-ready)
+bench: $(installed) $(bench_lab) ## Figures and their limits; ONLY="cli" takes some
+	$(python) -m tests.bench $(ONLY)
+
+clean: ## Take the lab down; remove .venv, .lab, .bench and caches
+	@tools/clean.sh
+
+lab-ready:
+	@((EUID == 0)) || { echo "the lab makes network namespaces and needs root: sudo make $(MAKECMDGOALS)" >&2; exit 1; }
+	@tools/debian_packages.sh $(lab_commands)
+	@compgen -G '/var/lib/apt/lists/*_Packages*' >/dev/null || apt-get update --quiet=2
+
+$(installed): pyproject.toml requirements.lock tools/make_venv.sh
+	tools/make_venv.sh
+	@touch $@

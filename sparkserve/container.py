@@ -1,0 +1,241 @@
+"""What one rank's container is, as data, built by one pure function for both ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from sparkserve.cluster import ROLES, Deployment, Node, Role
+from sparkserve.errors import SparkserveError
+from sparkserve.parameters import check_exposure, check_extra_args, decide_parameters, decide_ports, launcher_flags
+from sparkserve.recipe import PLACEHOLDERS, Parameters, render
+
+OWNER_LABEL = "sparkserve.owner"
+OWNER = "sparkserve"
+RANK_LABEL = "sparkserve.rank"
+SPEC_LABEL = "sparkserve.spec"
+RUN_LABEL = "sparkserve.run"
+RECIPE_LABEL = "sparkserve.recipe"
+WEIGHTS_LABEL = "sparkserve.weights"
+# What no recipe decides. It belongs to the digest, so that a release that changes it replaces what runs.
+FIXED_OPTIONS: Mapping[str, Any] = {
+    "network_mode": "host",
+    "init": True,
+    "restart_policy": {"Name": "no", "MaximumRetryCount": 0},
+    "security_opt": ["no-new-privileges"],
+    "log_config": {"Type": "json-file", "Config": {"max-size": "50m", "max-file": "3"}},
+}
+
+
+class LinkPlace(Protocol):
+    """What a rank must know of its node's end of the cable; empty or None while it is not known."""
+
+    @property
+    def address(self) -> str:
+        """IPv4 address on the cable."""
+        ...
+
+    @property
+    def interface(self) -> str:
+        """Interface that owns the address."""
+        ...
+
+    @property
+    def hcas(self) -> tuple[str, ...]:
+        """RDMA devices of the cabled port."""
+        ...
+
+    @property
+    def gid_index(self) -> int | None:
+        """RoCE v2 GID index of the address."""
+        ...
+
+
+@dataclass(frozen=True)
+class BindMount:
+    """A file or directory of the node inside the container."""
+
+    source: str
+    target: str
+    read_only: bool = True
+
+
+@dataclass(frozen=True)
+class ContainerSpec:
+    """Everything that decides one rank's container; `unresolved` names facts that were not known."""
+
+    name: str
+    image: str
+    entrypoint: tuple[str, ...]
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    mounts: tuple[BindMount, ...]
+    devices: tuple[str, ...]
+    capabilities: tuple[str, ...]
+    ulimits: Mapping[str, int]
+    ipc: str
+    shm_bytes: int
+    gpus: bool
+    oom_score_adj: int
+    pids_limit: int | None
+    stop_seconds: int
+    labels: Mapping[str, str] = field(default_factory=dict)
+    unresolved: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Digest of what was wanted, as the label carries it."""
+        return self.labels[SPEC_LABEL]
+
+    @property
+    def run(self) -> str:
+        """The run to which the container belongs; empty before it has one."""
+        return self.labels.get(RUN_LABEL, "")
+
+    def of_run(self, run: str) -> ContainerSpec:
+        """Give the same container as part of one run."""
+        return replace(self, labels={**self.labels, RUN_LABEL: run})
+
+
+def container_name(rank: int) -> str:
+    """Give the one name that a rank's container has."""
+    return f"sparkserve-rank{rank}"
+
+
+def build_spec(
+    deployment: Deployment, rank: int, links: Mapping[Role, LinkPlace], template_path: str, image: str
+) -> ContainerSpec:
+    """Build the container of a rank from the settings, the recipe, the lock and the places of the rank's own node."""
+    check_exposure(deployment.settings, deployment.recipe)
+    check_extra_args(deployment.settings.extra_args, launcher_flags(deployment.recipe))
+    values = _values(deployment, rank, links, image)
+    mounts = _mounts(deployment, rank, template_path)
+    spec = _fill(deployment, rank, values, mounts)
+    # The GID index moves by itself when a link comes up again: it must not make a running pair look outdated.
+    steady = _fill(deployment, rank, {**values, "link.gid_index": "<link.gid_index>"}, mounts)
+    labels = {
+        OWNER_LABEL: OWNER,
+        RANK_LABEL: str(rank),
+        RECIPE_LABEL: deployment.recipe.name,
+        WEIGHTS_LABEL: deployment.lock.weights_id,
+        SPEC_LABEL: _digest(steady),
+    }
+    return replace(spec, labels=labels)
+
+
+def _digest(spec: ContainerSpec) -> str:
+    data = asdict(spec)
+    for name in ("labels", "unresolved"):
+        del data[name]
+    text = json.dumps({**data, **FIXED_OPTIONS}, sort_keys=True, separators=(",", ":"))
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _values(deployment: Deployment, rank: int, links: Mapping[Role, LinkPlace], image: str) -> dict[str, str]:
+    settings, recipe = deployment.settings, deployment.recipe
+    parameters, ports = decide_parameters(settings, recipe), decide_ports(settings, recipe)
+    role, link = ROLES[rank], links[ROLES[rank]]
+    known: dict[str, object] = {
+        "rank": rank,
+        "head.link.address": links["head"].address or "<head.link.address>",
+        "worker.link.address": links["worker"].address or "<worker.link.address>",
+        "link.address": link.address or f"<{role}.link.address>",
+        "link.interface": link.interface or f"<{role}.link.interface>",
+        "link.hcas": ",".join(link.hcas) or f"<{role}.link.hcas>",
+        "link.gid_index": f"<{role}.link.gid_index>" if link.gid_index is None else link.gid_index,
+        "ports.api": ports.api,
+        "ports.master": ports.master,
+        "api_host": settings.api_host,
+        "cache": deployment.cluster.node(role).cache_dir,
+        "weights.id": deployment.lock.weights_id,
+        "image.id": _image_id(image),
+        **{name: getattr(parameters, name) for name in ("model_name", "context", "requests", "drafts")},
+        "image": image,
+    }
+    return {name: str(value) for name, value in known.items() if value is not None}
+
+
+def _image_id(image: str) -> str:
+    _, _, digest = image.partition("@sha256:")
+    return (digest or image.rpartition(":")[2])[:12]
+
+
+def _fill(deployment: Deployment, rank: int, values: Mapping[str, str], mounts: tuple[BindMount, ...]) -> ContainerSpec:
+    recipe, launch, box = deployment.recipe, deployment.recipe.launch, deployment.recipe.container
+    own_argv, own_env = (launch.head_argv, launch.head_env) if rank == 0 else (launch.worker_argv, launch.worker_env)
+    parameters = decide_parameters(deployment.settings, recipe)
+    switched = _switched(deployment, parameters, rank)
+    words = [render(word, values) for word in (*launch.argv, *own_argv, *switched)]
+    env = {name: render(value, values) for name, value in {**launch.env, **own_env}.items()}
+    places = [BindMount(render(m.source, values), m.target, read_only=not m.writable) for m in box.mounts]
+    spec = ContainerSpec(
+        name=container_name(rank),
+        image=values["image"],
+        entrypoint=recipe.image.entrypoint,
+        argv=(*words, *deployment.settings.extra_args),
+        env=env,
+        mounts=(*mounts, *places),
+        devices=box.devices,
+        capabilities=box.capabilities,
+        ulimits=box.ulimits,
+        ipc=box.ipc,
+        shm_bytes=box.shm_bytes if box.ipc == "private" else 0,
+        gpus=box.gpus,
+        oom_score_adj=box.oom_score_adj,
+        pids_limit=box.pids_limit,
+        stop_seconds=box.stop_seconds,
+    )
+    return replace(spec, unresolved=_unresolved(spec))
+
+
+def _unresolved(spec: ContainerSpec) -> tuple[str, ...]:
+    """List the facts that this rank would need and nobody could say."""
+    texts = "\n".join([*spec.argv, *spec.env.values(), *(mount.source for mount in spec.mounts)])
+    found = {match[1] for match in re.finditer(r"<([a-z_.]+)>", texts)}
+    return tuple(sorted(name for name in found if {name, name.partition(".")[2]} & PLACEHOLDERS.keys()))
+
+
+def _switched(deployment: Deployment, parameters: Parameters, rank: int) -> list[str]:
+    words: list[str] = []
+    for switch in deployment.recipe.launch.switches:
+        if switch.parameter == "api_key":
+            is_on = deployment.settings.api_key_file is not None
+        else:
+            is_on = bool(getattr(parameters, switch.parameter))
+        if rank in switch.ranks:
+            words += switch.on if is_on else switch.off
+    return words
+
+
+def _mounts(deployment: Deployment, rank: int, template_path: str) -> tuple[BindMount, ...]:
+    recipe, node = deployment.recipe, deployment.cluster.node(ROLES[rank])
+    mounts = _weights_mounts(deployment, node)
+    if recipe.chat_template is not None:
+        mounts.append(BindMount(template_path, recipe.chat_template.mount))
+    if deployment.settings.api_key_file is not None and rank == 0:
+        key_file = deployment.settings.api_key_file.expanduser()
+        mounts.append(BindMount(str(Path.cwd() / key_file), recipe.launch.api_key_mount))
+    # The template may stand where the weights have one of their own: the later mount of a target holds.
+    return tuple({mount.target: mount for mount in mounts}.values())
+
+
+def _weights_mounts(deployment: Deployment, node: Node) -> list[BindMount]:
+    targets = {weights.name: weights.mount for weights in deployment.recipe.weights}
+    return [
+        BindMount(node.place(manifest, file), f"{targets[manifest.name]}/{file.path}")
+        for manifest in deployment.lock.weights
+        for file in manifest.files
+    ]
+
+
+def check_resolved(spec: ContainerSpec) -> None:
+    """Refuse to start a container in which a fact of its node is missing."""
+    if spec.unresolved:
+        message = f"{spec.name} cannot be started: nobody knows {', '.join(spec.unresolved)}"
+        hint = "`sparkserve doctor` shows what each node's end of the cable looks like"
+        raise SparkserveError("spec_unresolved", message, hint, exit_code=3)

@@ -1,0 +1,133 @@
+"""The two ends of a copy between nodes: `send` writes a file to stdout, `receive` reads stdin, writes, and hashes.
+
+Standard library only, Python 3.9 or newer: the text of this file is an argument of the node's own python3. The
+receiver tells JSON lines on stdout: `{"at"}` while it works, then one of `{"digest"}`, `{"cut"}` or `{"error"}`. It
+hashes what it hands to the kernel and ends with fsync, so the digest vouches for the file as far as a program can
+without reading the disk again; what was there before it began is read from the disk and hashed first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import pathlib
+import sys
+import time
+from typing import Any
+
+BLOCK = 1 << 20
+DROP = 64 << 20
+PATIENCE = 10.0
+
+
+def tell(**message: Any) -> None:  # noqa: ANN401 - the fields of a JSON line
+    """Write one line."""
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+class Progress:
+    """Tells how far we are, a few times a second, and drops pages behind us."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.told = self.dropped = 0.0
+
+    def at(self, position: int) -> None:
+        """Note how far we are; the first call for dirty pages starts their way to the disk, a later one drops them."""
+        if position - self.dropped >= DROP:
+            os.posix_fadvise(self.descriptor, 0, position, os.POSIX_FADV_DONTNEED)
+            self.dropped = position
+        if time.monotonic() - self.told > 0.25:
+            self.told = time.monotonic()
+            tell(at=position)
+
+
+def read_block(descriptor: int, buffer: memoryview) -> int:
+    """Fill the buffer, or as much of it as there is."""
+    count = 0
+    while count < len(buffer):
+        got = os.readv(descriptor, [buffer[count:]])
+        if not got:
+            break
+        count += got
+    return count
+
+
+def write_all(descriptor: int, block: memoryview) -> None:
+    """Write a block, also where the kernel takes it in pieces."""
+    while block:
+        block = block[os.write(descriptor, block) :]
+
+
+def own_alone(descriptor: int) -> None:
+    """Wait a little for an earlier copy that still winds down."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def receive(path: str, offset: int, size: int, algorithm: str) -> None:
+    """Keep the first `offset` bytes that are there, add what stdin brings up to `size`, and tell the hash of all."""
+    place = pathlib.Path(path)
+    if place.is_symlink():
+        place.unlink()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    own_alone(descriptor)
+    os.ftruncate(descriptor, offset)
+    digest = hashlib.sha256() if algorithm == "sha256" else hashlib.sha1(usedforsecurity=False)
+    if algorithm == "git-sha1":
+        digest.update(b"blob %d\0" % size)
+    progress = Progress(descriptor)
+    buffer = memoryview(bytearray(BLOCK))
+    position = 0
+    while position < size:
+        source, end = (descriptor, offset) if position < offset else (0, size)
+        count = read_block(source, buffer[: min(BLOCK, end - position)])
+        if not count:
+            return tell(cut=position)
+        digest.update(buffer[:count])
+        if source == 0:
+            write_all(descriptor, buffer[:count])
+        position += count
+        progress.at(position)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    return tell(digest=digest.hexdigest())
+
+
+def send(path: str, offset: int) -> None:
+    """Write a file from `offset` on to stdout, and drop its pages behind the reader."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    dropped = position = offset
+    buffer = memoryview(bytearray(BLOCK))
+    while count := os.readv(descriptor, [buffer]):
+        write_all(1, buffer[:count])
+        position += count
+        if position - dropped >= DROP:
+            os.posix_fadvise(descriptor, dropped, position - dropped, os.POSIX_FADV_DONTNEED)
+            dropped = position
+    os.posix_fadvise(descriptor, dropped, 0, os.POSIX_FADV_DONTNEED)
+
+
+def main(argv: list[str]) -> None:
+    """Run one end: `receive PATH OFFSET SIZE ALGORITHM` or `send PATH OFFSET`."""
+    if argv[0] == "send":
+        return send(argv[1], int(argv[2]))
+    try:
+        return receive(argv[1], int(argv[2]), int(argv[3]), argv[4])
+    except OSError as error:
+        return tell(error={"errno": error.errno, "text": error.strerror or str(error)})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,80 @@
+"""One container spec, rendered for people (`docker run …`) and for docker-py; both make the same container."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shlex
+from typing import Any
+
+from sparkserve.container import FIXED_OPTIONS, BindMount, ContainerSpec
+
+_FIXED_FLAGS = (
+    "--network=host",
+    "--init",
+    "--restart=no",
+    "--security-opt=no-new-privileges",
+    "--log-driver=json-file",
+    "--log-opt=max-size=50m",
+    "--log-opt=max-file=3",
+)
+
+
+def docker_run_argv(spec: ContainerSpec) -> list[str]:
+    """Render the `docker run` command that makes the same container, for people."""
+    words = ["docker", "run", "--detach", f"--name={spec.name}", *_FIXED_FLAGS, f"--ipc={spec.ipc}"]
+    words += [f"--shm-size={spec.shm_bytes}"] if spec.shm_bytes else []
+    words += ["--gpus=all"] if spec.gpus else []
+    words += [f"--device={device}" for device in spec.devices]
+    words += [f"--cap-add={capability}" for capability in spec.capabilities]
+    words += [f"--ulimit={name}={limit}:{limit}" for name, limit in spec.ulimits.items()]
+    words += [f"--oom-score-adj={spec.oom_score_adj}"]
+    words += [] if spec.pids_limit is None else [f"--pids-limit={spec.pids_limit}"]
+    words += [f"--stop-timeout={spec.stop_seconds}"]
+    words += [f"--label={name}={value}" for name, value in spec.labels.items()]
+    words += [f"--env={name}={value}" for name, value in spec.env.items()]
+    words += [f"--mount={_mount_field(mount)}" for mount in spec.mounts]
+    return [*words, f"--entrypoint={spec.entrypoint[0]}", spec.image, *spec.entrypoint[1:], *spec.argv]
+
+
+def run_command_line(spec: ContainerSpec) -> str:
+    """Give the `docker run` command as a line that a shell understands."""
+    return shlex.join(docker_run_argv(spec))
+
+
+def _mount_field(mount: BindMount) -> str:
+    fields = ["type=bind", f"source={mount.source}", f"target={mount.target}", *(["readonly"] * mount.read_only)]
+    text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(fields)
+    return text.getvalue()
+
+
+def create_arguments(spec: ContainerSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Render for docker-py: arguments of `create_container`, and of `create_host_config`."""
+    container = {
+        "name": spec.name,
+        "image": spec.image,
+        # `docker run --entrypoint` takes one word, so the rest goes in front of the arguments here too
+        "entrypoint": [spec.entrypoint[0]],
+        "command": [*spec.entrypoint[1:], *spec.argv],
+        "environment": dict(spec.env),
+        "labels": dict(spec.labels),
+        "stop_timeout": spec.stop_seconds,
+        "detach": True,
+        "use_config_proxy": False,
+    }
+    host = {
+        **FIXED_OPTIONS,
+        "ipc_mode": spec.ipc,
+        "shm_size": spec.shm_bytes or None,
+        "device_requests": [{"Count": -1, "Capabilities": [["gpu"]]}] if spec.gpus else None,
+        "devices": list(spec.devices),
+        "cap_add": list(spec.capabilities),
+        "ulimits": [{"Name": name, "Soft": limit, "Hard": limit} for name, limit in spec.ulimits.items()],
+        "oom_score_adj": spec.oom_score_adj,
+        "pids_limit": spec.pids_limit,
+        "mounts": [
+            {"Type": "bind", "Source": m.source, "Target": m.target, "ReadOnly": m.read_only} for m in spec.mounts
+        ],
+    }
+    return container, host

@@ -1,0 +1,184 @@
+"""The pair of containers: what runs against what is wanted, and starting both ranks or none."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role
+from sparkserve.container import ContainerSpec, check_resolved
+from sparkserve.docker_form import create_arguments
+from sparkserve.engine_facts import ContainerFacts, Facts, gather
+from sparkserve.engine_stop import Stopping, abandon, stop
+from sparkserve.engine_watch import Launch, wait_until_ready
+from sparkserve.errors import EXIT_NOT_READY, Failures, SparkserveError
+from sparkserve.plan import Change, Work, key_of
+
+__all__ = ["Facts", "Launch", "gather", "new_run", "plan", "plan_stop"]
+STEP = "start"
+_LEFTOVER = key_of("head", STEP, "old pair")
+# The daemon's own words, and what they mean for the owner of the pair.
+_REFUSALS = (
+    (r"No such image", "image_missing", "the engine image is not on this node", "`sparkserve build`"),
+    (r"bind source path does not exist", "mount_missing", "a file of the engine is missing", "`sparkserve sync`"),
+    (r"is already in use by container", "name_taken", "another container holds the name", "`docker ps -a` shows it"),
+    (r"could not select device driver|nvidia-container", "gpu_refused", "Docker cannot give the container the GPU",
+     "`docker run --rm --gpus all IMAGE nvidia-smi`; the NVIDIA container toolkit may be missing"),
+    (r"error gathering device information", "device_missing", "a device of the recipe is missing",
+     "`sparkserve doctor`"),
+)  # fmt: skip
+
+
+def new_run() -> str:
+    """Name a run: its time, so that runs sort, and a few random digits."""
+    return f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def plan(deployment: Deployment, facts: Mapping[Role, Facts], launch: Launch) -> list[Change]:
+    """Plan what makes the pair run as wanted; a pair is left as it is, waited for, or replaced as a whole."""
+    _refuse_foreign(facts)
+    running = _pair_as_wanted(facts, launch)
+    if running and launch.serving == "answers":
+        return []
+    if running and launch.serving == "loads":
+        return [_ready(deployment, replace(launch, run=running), ())]
+    cluster = deployment.cluster
+    worker = _create(cluster, "worker", facts, launch, (*launch.needs, _LEFTOVER))
+    head = _create(cluster, "head", facts, launch, (*launch.needs, worker.key))
+    removal = [_remove_old(cluster, facts, launch)] if any(found.containers for found in facts.values()) else []
+    return [*removal, worker, head, _ready(deployment, launch, (head.key,))]
+
+
+def _refuse_foreign(facts: Mapping[Role, Facts]) -> None:
+    errors = [
+        SparkserveError(
+            "name_taken",
+            f"container {found.name} ({found.state}, image {found.image}) has our name but is not ours",
+            f"docker rename {found.name} SOMETHING-ELSE, or remove it",
+            role,
+            exit_code=EXIT_NOT_READY,
+        )
+        for role, seen in facts.items()
+        for found in seen.foreign
+    ]
+    if errors:
+        raise Failures(errors)
+
+
+def _pair_as_wanted(facts: Mapping[Role, Facts], launch: Launch) -> str:
+    """Give the run of a pair that is whole and as wanted; empty otherwise."""
+    runs = set()
+    for rank, role in enumerate(ROLES):
+        ours = facts[role].containers
+        if len(ours) != 1 or _difference(ours[0], rank, launch.specs[role]):
+            return ""
+        runs.add(ours[0].run)
+    return runs.pop() if len(runs) == 1 else ""
+
+
+def _difference(container: ContainerFacts, rank: int, spec: ContainerSpec) -> str:
+    if container.rank != rank:
+        return f"is rank {container.rank}"
+    if not container.is_alive:
+        return container.describe()
+    return "" if container.spec == spec.digest else f"runs an older spec, {_short(container.spec)}"
+
+
+def _state(facts: Mapping[Role, Facts], role: Role, launch: Launch) -> str:
+    """Say how a node's rank differs from what is wanted."""
+    ours = facts[role].containers
+    if not ours:
+        return "absent"
+    rank = ROLES.index(role)
+    different = "; ".join(filter(None, (_difference(container, rank, launch.specs[role]) for container in ours)))
+    return different or ("running, does not serve" if launch.serving == "broken" else "running, its peer is not")
+
+
+def _short(digest: str) -> str:
+    return digest.removeprefix("sha256:")[:12] or "unknown"
+
+
+# -- the changes ------------------------------------------------------------------------------------------------------
+
+
+def _remove_old(cluster: Cluster, facts: Mapping[Role, Facts], launch: Launch) -> Change:
+    """Remove both ranks of an earlier run, rank 0 first: a stale head would capture a new worker."""
+    before = "; ".join(f"{role}: {_state(facts, role, launch)}" for role in ROLES)
+    disturbs = any(container.is_running for found in facts.values() for container in found.containers)
+
+    def action(work: Work) -> str:
+        return stop(cluster, launch.stopping(work)).summary
+
+    return Change("head", STEP, "old pair", before, "gone", action, launch.needs, "start", disturbs=disturbs)
+
+
+def _create(
+    cluster: Cluster, role: Role, facts: Mapping[Role, Facts], launch: Launch, needs: tuple[str, ...]
+) -> Change:
+    spec = launch.specs[role].of_run(launch.run)
+
+    def action(work: Work) -> str:
+        try:
+            proof = create(cluster.node(role), spec)
+            work.check()
+        except BaseException as error:
+            left = abandon(cluster, Stopping(launch.runs_dir, secrets=launch.secrets))
+            if isinstance(error, SparkserveError):
+                error.details += "".join(f"\nnot cleaned up: {problem}" for problem in left)
+            raise
+        return proof
+
+    after = f"running, spec {_short(spec.digest)}"
+    return Change(role, STEP, spec.name, _state(facts, role, launch), after, action, needs, "start")
+
+
+def _ready(deployment: Deployment, launch: Launch, needs: tuple[str, ...]) -> Change:
+    def action(work: Work) -> str:
+        return wait_until_ready(deployment.cluster, deployment.recipe, launch, work)
+
+    after = f"answers as {launch.endpoint.model}"
+    return Change("head", STEP, "ready", "no answer", after, action, needs, "start")
+
+
+def create(node: Node, spec: ContainerSpec) -> str:
+    """Create and start one rank's container; a container that cannot be started is removed again."""
+    from sparkserve.docker_client import explained
+
+    check_resolved(spec)
+    writable = [mount.source for mount in spec.mounts if not mount.read_only]
+    node.session.ask("mkdir", paths=writable)
+    container, host = create_arguments(spec)
+    try:
+        with explained(node.role):
+            api = node.docker.api
+            made = api.create_container(**container, host_config=api.create_host_config(**host))
+            api.start(made["Id"])
+    except SparkserveError as error:
+        raise _translated(error, spec) from error
+    return f"container {made['Id'][:12]} runs, spec {_short(spec.digest)}"
+
+
+def _translated(error: SparkserveError, spec: ContainerSpec) -> SparkserveError:
+    for pattern, code, message, hint in _REFUSALS:
+        if re.search(pattern, error.details):
+            return SparkserveError(code, f"{spec.name}: {message}", hint, error.node, error.details)
+    return error
+
+
+# -- stop -------------------------------------------------------------------------------------------------------------
+
+
+def plan_stop(cluster: Cluster, facts: Mapping[Role, Facts], stopping: Stopping) -> list[Change]:
+    """Plan the end of everything of ours as one change; nothing of ours on two nodes that were asked is no change."""
+    found = [f"{one.name} on {role}: {one.describe()}" for role, seen in facts.items() for one in seen.containers]
+    if not found and len(facts) == len(ROLES):
+        return []
+
+    def action(work: Work) -> str:
+        return stop(cluster, replace(stopping, tell=work.note, check=work.check)).summary
+
+    unseen = [f"{role}: could not be asked" for role in ROLES if role not in facts]
+    return [Change("head", "stop", "both ranks", "; ".join([*found, *unseen]), "gone", action, disturbs=True)]

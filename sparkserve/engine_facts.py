@@ -1,0 +1,222 @@
+"""What runs of ours on a node, and what stands in its place: read-only, through the node program."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import quote
+
+from sparkserve.cluster import Node
+from sparkserve.container import (
+    OWNER,
+    OWNER_LABEL,
+    RANK_LABEL,
+    RECIPE_LABEL,
+    RUN_LABEL,
+    SPEC_LABEL,
+    container_name,
+)
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
+
+LOOK_SECONDS = 5.0
+_NAMES = (container_name(0), container_name(1))
+_INIT = re.compile(r"\S*(docker-init|tini)\b")
+_TOP = "/containers/{id}/top?ps_args=-eo%20pid,stat,args"
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process inside a container, with ps's state letters."""
+
+    pid: int
+    state: str
+    command: str
+
+    @property
+    def works(self) -> bool:
+        """Whether it can do anything: neither ended nor stopped by a signal."""
+        return self.state[:1] not in ("Z", "X", "T", "t")
+
+
+@dataclass(frozen=True)
+class ContainerFacts:
+    """One container; moments are seconds of the node's clock, None where it did not happen."""
+
+    id: str
+    name: str
+    state: str
+    rank: int | None = None
+    run: str = ""
+    spec: str = ""
+    recipe: str = ""
+    image: str = ""
+    started_at: float | None = None
+    finished_at: float | None = None
+    exit_code: int = 0
+    oom_killed: bool = False
+    restarts: int = 0
+    stop_seconds: int = 10
+    stop_signal: str = "SIGTERM"
+    processes: tuple[Process, ...] = ()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether Docker counts it as running."""
+        return self.state == "running"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether an engine process works in it, beside the init."""
+        engine = [process for process in self.processes if not _INIT.match(process.command)]
+        return self.is_running and any(process.works for process in engine)
+
+    @property
+    def ended(self) -> str:
+        """How it ended, in a few words."""
+        if self.oom_killed:
+            return f"killed by the kernel for memory, exit code {self.exit_code}"
+        return f"exit code {self.exit_code}" + (" (killed)" if self.exit_code == 137 else "")
+
+    def describe(self) -> str:
+        """Say what it is doing, in a few words."""
+        if self.is_running:
+            return "running" if self.is_alive else "running without a working engine process"
+        return f"exited ({self.ended})" if self.state == "exited" else self.state
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a node, in bytes."""
+
+    total: int
+    available: int
+    swap_used: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A node's containers that are ours (by label) and others that hold our names; `time` is the node's clock."""
+
+    time: float
+    memory: Memory
+    containers: tuple[ContainerFacts, ...] = ()
+    foreign: tuple[ContainerFacts, ...] = ()
+    image_entrypoint: tuple[str, ...] | None = None
+
+    def of_rank(self, rank: int) -> ContainerFacts | None:
+        """Find the container of a rank; a running one before a leftover."""
+        found = [container for container in self.containers if container.rank == rank]
+        return min(found, key=lambda container: not container.is_running, default=None)
+
+
+def gather(node: Node, image: str = "") -> Facts:
+    """Look at a node's containers, the processes in ours, its memory, and the entry point of `image` if given."""
+    listing = "/containers/json?all=1"
+    image_path = f"/images/{quote(image, safe='/:@')}/json"
+    paths = [listing, *([image_path] if image else [])]
+    raw = node.session.ask("facts", timeout=LOOK_SECONDS, docker=paths, files=["/proc/meminfo"])
+    summaries = docker_body(raw["docker"][listing], node.role)
+    ours = [row for row in summaries if (row.get("Labels") or {}).get(OWNER_LABEL) == OWNER]
+    foreign = [row for row in summaries if row not in ours and _name(row["Names"][0]) in _NAMES]
+    details = _details(node, [row["Id"] for row in ours])
+    return Facts(
+        time=raw["time"],
+        memory=parse_memory(raw["files"]["/proc/meminfo"] or ""),
+        containers=tuple(details[row["Id"]] for row in ours if row["Id"] in details),
+        foreign=tuple(
+            ContainerFacts(row["Id"], _name(row["Names"][0]), row["State"], image=row["Image"]) for row in foreign
+        ),
+        image_entrypoint=_entrypoint(raw["docker"][image_path], node.role) if image else None,
+    )
+
+
+def _details(node: Node, ids: list[str]) -> dict[str, ContainerFacts]:
+    if not ids:
+        return {}
+    paths = [path for id_ in ids for path in (f"/containers/{id_}/json", _TOP.format(id=id_))]
+    raw = node.session.ask("facts", timeout=LOOK_SECONDS, docker=paths)["docker"]
+    found = {}
+    for id_ in ids:
+        inspected = raw[f"/containers/{id_}/json"]
+        if inspected.get("status") != 404:  # it went away between the two looks
+            top = raw[_TOP.format(id=id_)]
+            processes = parse_top(top["body"]) if top.get("status") == 200 else ()
+            found[id_] = parse_container(docker_body(inspected, node.role), processes)
+    return found
+
+
+def docker_body(answer: Mapping[str, Any], node: str) -> Any:  # noqa: ANN401 - JSON of the Docker engine
+    """Take the body of a Docker answer; anything but 200 is an error: "could not look" is never "none"."""
+    if answer.get("status") == 200:
+        return answer["body"]
+    hints = {
+        "missing": "start it: sudo systemctl start docker",
+        "refused": "start it: sudo systemctl start docker",
+        "permission": "sudo usermod -aG docker $USER, then log in again",
+        "timeout": "the machine may be overloaded: wait a minute, then look again",
+    }
+    problem = answer.get("error") or f"HTTP {answer.get('status')}"
+    details = str((answer.get("body") or {}).get("message", "")) if isinstance(answer.get("body"), dict) else ""
+    message = f"cannot ask the Docker engine: {problem}"
+    raise SparkserveError(
+        "docker_unreachable", message, hints.get(problem, ""), node, details, exit_code=EXIT_COULD_NOT_LOOK
+    )
+
+
+def _entrypoint(answer: Mapping[str, Any], node: str) -> tuple[str, ...] | None:
+    if answer.get("status") == 404:
+        return None
+    return tuple(docker_body(answer, node)["Config"].get("Entrypoint") or ())
+
+
+def parse_container(body: Mapping[str, Any], processes: tuple[Process, ...] = ()) -> ContainerFacts:
+    """Read Docker's description of a container."""
+    state, config = body["State"], body["Config"]
+    labels = config.get("Labels") or {}
+    rank = labels.get(RANK_LABEL, "")
+    return ContainerFacts(
+        id=body["Id"],
+        name=_name(body["Name"]),
+        state=state["Status"],
+        rank=int(rank) if rank.isdigit() else None,
+        run=labels.get(RUN_LABEL, ""),
+        spec=labels.get(SPEC_LABEL, ""),
+        recipe=labels.get(RECIPE_LABEL, ""),
+        image=config.get("Image", ""),
+        started_at=parse_moment(state.get("StartedAt", "")),
+        finished_at=parse_moment(state.get("FinishedAt", "")),
+        exit_code=state.get("ExitCode", 0),
+        oom_killed=bool(state.get("OOMKilled")),
+        restarts=body.get("RestartCount", 0),
+        stop_seconds=config.get("StopTimeout") or 10,
+        stop_signal=config.get("StopSignal") or "SIGTERM",
+        processes=processes,
+    )
+
+
+def parse_top(body: Mapping[str, Any]) -> tuple[Process, ...]:
+    """Read the processes of a container."""
+    return tuple(Process(int(row[0]), row[1], " ".join(row[2:])) for row in body.get("Processes") or ())
+
+
+def parse_moment(text: str) -> float | None:
+    """Read Docker's UTC time with up to nine digits of a second; None for its year 1, which means never."""
+    match = re.fullmatch(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:\d\d)", text)
+    if match is None or text.startswith("0001"):
+        return None
+    zone = "+00:00" if match[3] == "Z" else match[3]
+    return datetime.fromisoformat(match[1] + zone).astimezone(UTC).timestamp() + float(match[2] or 0)
+
+
+def parse_memory(text: str) -> Memory:
+    """Read /proc/meminfo."""
+    found = {name: int(number) * 1024 for name, number in re.findall(r"^(\w+):\s+(\d+)", text, re.MULTILINE)}
+    swap_used = found.get("SwapTotal", 0) - found.get("SwapFree", 0)
+    return Memory(found.get("MemTotal", 0), found.get("MemAvailable", 0), swap_used)
+
+
+def _name(text: str) -> str:
+    return text.removeprefix("/")

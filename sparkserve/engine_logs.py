@@ -1,0 +1,249 @@
+"""The logs of both ranks: followed while they grow, put in one order, kept after the containers are gone."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from sparkserve.cluster import Cluster, Node, Role
+from sparkserve.engine_facts import LOOK_SECONDS, ContainerFacts, Facts, docker_body, gather, parse_moment
+from sparkserve.errors import EXIT_NOT_RUNNING, EXIT_USAGE, Failures, SparkserveError
+from sparkserve.hosts import mask
+from sparkserve.recipe import KnownFailure, Phase
+
+_RUNS_KEPT = 20
+_SAVED_LINE = re.compile(r"(\d{4}-\S+Z) (.*)")
+# What an error looks like in the words of Python, NCCL, CUDA and the kernel, for lines that no recipe knows.
+_ERROR = re.compile(
+    r"Traceback \(most recent call last\)|\b\w+(Error|Exception)\b|\bNCCL error|\b[Oo]ut of memory\b|\bCUDA error"
+    r"|\bFATAL\b|\bERROR\b|\berror:|No space left on device|Cannot allocate memory|Permission denied"
+)
+_TRACEBACK = "Traceback (most recent call last)"
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of a rank; `moment` is in seconds of the head's clock, `stamp` what the node wrote."""
+
+    moment: float
+    rank: int
+    text: str
+    stamp: str = ""
+
+
+@dataclass
+class LogFollower:
+    """Reads what a container said since the last look; nothing twice, nothing left out."""
+
+    node: Node
+    container: str
+    rank: int
+    since: float = 0.0
+    tail: int = 0
+    _seen: set[tuple[str, str]] = field(default_factory=set)
+
+    def read(self) -> list[LogLine]:
+        """Give the new lines, oldest first."""
+        lines: list[LogLine] = []
+        more = True
+        while more:
+            asked = time.time()
+            answer = self.node.session.ask(
+                "docker_logs",
+                timeout=LOOK_SECONDS,
+                container=self.container,
+                # Both streams are stamped before they are written: a line may appear behind a slightly later one.
+                since=f"{self.since - 1.0:.6f}" if self.since else "",
+                tail=str(self.tail) if self.tail and not self._seen else "",
+            )
+            if answer.get("status") == 404:
+                return lines
+            if answer.get("status") != 200:
+                docker_body(answer, self.node.role)
+            offset = answer["time"] - (asked + time.time()) / 2
+            lines += self._take(answer["lines"], offset)
+            more = bool(answer["more"])
+        return lines
+
+    def _take(self, rows: Iterable[list[str]], offset: float) -> list[LogLine]:
+        fresh = [(stamp, text) for stamp, text in rows if (stamp, text) not in self._seen]
+        moments = {stamp: parse_moment(stamp) or 0.0 for stamp, _ in fresh}
+        self.since = max([self.since, *moments.values()])
+        self._seen |= set(fresh)
+        if len(self._seen) > 20_000:
+            self._seen = {row for row in self._seen if (parse_moment(row[0]) or 0.0) >= self.since - 1.0}
+        return [LogLine(moments[stamp] - offset, self.rank, text, stamp) for stamp, text in fresh]
+
+
+@dataclass(frozen=True)
+class LogQuery:
+    """Which lines are wanted; `since` in seconds before now, `tail` in lines of each rank."""
+
+    rank: int | None = None
+    since: float | None = None
+    tail: int | None = None
+    grep: str = ""
+    follow: bool = False
+    secrets: tuple[SecretStr | None, ...] = ()
+
+    def wants(self, line: LogLine) -> bool:
+        """Whether a line is asked for."""
+        return not self.grep or re.search(self.grep, line.text) is not None
+
+
+def read_logs(cluster: Cluster, query: LogQuery) -> Iterator[LogLine]:
+    """Give the lines of both ranks in the order of time; a node that cannot be asked is told after that."""
+    _check_pattern(query.grep)
+    facts, errors = cluster.try_both(gather)
+    followers = {role: _follow(cluster.node(role), found, query) for role, found in facts.items()}
+    if not errors and not any(followers.values()):
+        message = "no container of ours is there" + (f" for rank {query.rank}" if query.rank is not None else "")
+        raise SparkserveError(
+            "not_running", message, "`sparkserve logs --run` shows earlier runs", exit_code=EXIT_NOT_RUNNING
+        )
+    while True:
+        batches, lost = cluster.try_both(
+            lambda node: [line for one in followers.get(node.role, []) for line in one.read()]
+        )
+        errors |= lost
+        for line in sorted((line for batch in batches.values() for line in batch), key=lambda line: line.moment):
+            if query.wants(line):
+                yield LogLine(line.moment, line.rank, mask(line.text, query.secrets), line.stamp)
+        if errors:
+            raise Failures(list(errors.values()))
+        if not query.follow:
+            return
+        time.sleep(0.3)
+
+
+def _follow(node: Node, facts: Facts, query: LogQuery) -> list[LogFollower]:
+    since = facts.time - query.since + 1.0 if query.since is not None else 0.0
+    return [
+        LogFollower(node, found.id, found.rank or 0, since=since, tail=query.tail or 0)
+        for found in facts.containers
+        if query.rank is None or found.rank == query.rank
+    ]
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        message = f"{pattern!r} is no regular expression: {error}"
+        raise SparkserveError("pattern_invalid", message, exit_code=EXIT_USAGE) from error
+
+
+# -- kept logs --------------------------------------------------------------------------------------------------------
+
+
+def save_log(node: Node, container: ContainerFacts, runs_dir: Path, secrets: tuple[SecretStr | None, ...]) -> Path:
+    """Keep a container's whole log below the state directory, secrets masked; older runs are dropped."""
+    directory = runs_dir / (container.run or "unknown")
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = directory / f"rank{container.rank or 0}.log"
+    lines = LogFollower(node, container.id, container.rank or 0).read()
+    beside = path.with_suffix(".new")
+    beside.write_text("".join(f"{line.stamp} {mask(line.text, secrets)}\n" for line in lines), encoding="utf-8")
+    beside.chmod(0o600)
+    beside.replace(path)
+    _drop_old_runs(runs_dir)
+    return path
+
+
+def _drop_old_runs(runs_dir: Path) -> None:
+    for directory in saved_runs(runs_dir)[_RUNS_KEPT:]:
+        for path in (runs_dir / directory).glob("rank[01].log"):
+            path.unlink()
+
+
+def saved_runs(runs_dir: Path) -> list[str]:
+    """List the runs whose logs were kept, newest first; a run's name begins with its time."""
+    return sorted({path.parent.name for path in runs_dir.glob("*/rank[01].log")}, reverse=True)
+
+
+def read_saved(runs_dir: Path, run: str, query: LogQuery) -> list[LogLine]:
+    """Read the kept logs of a run, both ranks in the order of time."""
+    _check_pattern(query.grep)
+    if run not in saved_runs(runs_dir):
+        known = ", ".join(saved_runs(runs_dir)[:5]) or "none"
+        raise SparkserveError("run_unknown", f"no logs of run {run}; kept: {known}", exit_code=EXIT_USAGE)
+    lines = []
+    for rank in (0, 1) if query.rank is None else (query.rank,):
+        path = runs_dir / run / f"rank{rank}.log"
+        for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            if match := _SAVED_LINE.fullmatch(text):
+                lines.append(LogLine(parse_moment(match[1]) or 0.0, rank, match[2], match[1]))
+    return sorted((line for line in lines if query.wants(line)), key=lambda line: line.moment)
+
+
+# -- what went wrong --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """The line that tells what went wrong, and what the recipe knows about it."""
+
+    line: LogLine
+    known: KnownFailure | None = None
+
+
+def find_trouble(lines: Iterable[LogLine], failures: Iterable[KnownFailure]) -> Trouble | None:
+    """Find the earliest real error of both ranks.
+
+    A line that the recipe knows says more than an unknown one of the same rank; but an unknown one of the other rank
+    that came before it is the cause, and the known one ("my peer is gone") its echo.
+    """
+    ordered = sorted(lines, key=lambda line: line.moment)
+    known, unknown = _first_known(ordered, tuple(failures)), _first_unknown(ordered, tuple(failures))
+    if known is None or unknown is None:
+        return known or unknown
+    is_echo = unknown.line.rank != known.line.rank and unknown.line.moment < known.line.moment
+    return unknown if is_echo else known
+
+
+def _first_known(ordered: list[LogLine], failures: tuple[KnownFailure, ...]) -> Trouble | None:
+    matches = ((line, match_failure(line.text, failures)) for line in ordered)
+    return next((Trouble(line, failure) for line, failure in matches if failure and failure.fatal), None)
+
+
+def _first_unknown(ordered: list[LogLine], failures: tuple[KnownFailure, ...]) -> Trouble | None:
+    for index, line in enumerate(ordered):
+        if _ERROR.search(line.text) and match_failure(line.text, failures) is None:
+            return Trouble(_end_of_traceback(ordered[index:]) if _TRACEBACK in line.text else line)
+    return None
+
+
+def match_failure(text: str, failures: Iterable[KnownFailure]) -> KnownFailure | None:
+    """Find what the recipe knows about a line."""
+    return next((failure for failure in failures if re.search(failure.pattern, text)), None)
+
+
+def match_phase(text: str, phases: Iterable[Phase]) -> str:
+    """Say how far a load is, by one line of it: the phase's name and n/N where it counts; or nothing."""
+    for phase in phases:
+        if match := re.search(phase.pattern, text):
+            groups = match.groupdict()
+            count = "/".join(found for name in ("done", "total") if (found := groups.get(name)))
+            return f"{phase.name} {count}".strip()
+    return ""
+
+
+def _end_of_traceback(lines: list[LogLine]) -> LogLine:
+    """Give the line under a traceback that names the error."""
+    rank = lines[0].rank
+    own = [line for line in lines[1:] if line.rank == rank]
+    return next((line for line in own if line.text.strip() and not line.text.startswith((" ", "\t"))), lines[0])
+
+
+def last_words(lines: Iterable[LogLine], secrets: tuple[SecretStr | None, ...] = ()) -> Mapping[Role, str]:
+    """Give the last line of each rank."""
+    found: dict[Role, str] = {}
+    for line in lines:
+        if line.text.strip():
+            found["head" if line.rank == 0 else "worker"] = mask(line.text.strip(), secrets)
+    return found

@@ -1,0 +1,207 @@
+"""Waiting for a pair to answer: both containers and both logs are watched, and one dead rank ends the wait for both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pydantic import SecretStr
+
+from sparkserve.cluster import ROLES, Cluster, Node, Role
+from sparkserve.container import ContainerSpec
+from sparkserve.endpoint import Endpoint
+from sparkserve.engine_facts import LOOK_SECONDS, ContainerFacts, docker_body, gather, parse_container, parse_memory
+from sparkserve.engine_logs import LogFollower, LogLine, find_trouble, last_words, match_failure, match_phase
+from sparkserve.engine_stop import Stopping, abandon
+from sparkserve.errors import SparkserveError
+from sparkserve.hosts import mask
+from sparkserve.plan import Work
+from sparkserve.readiness import Prober
+from sparkserve.recipe import Recipe
+
+_POLL_SECONDS = 0.4
+# So long may a node be silent before the start is given up: a machine that loads 100 GB answers late.
+_SILENCE_SECONDS = 30.0
+Serving = Literal["answers", "loads", "broken"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start: what to run, under which run id, where it must answer, and what must be done before.
+
+    `serving` is what the status of a pair that runs as wanted showed: it answers, it still loads, or it is broken.
+    """
+
+    specs: Mapping[Role, ContainerSpec]
+    run: str
+    endpoint: Endpoint
+    runs_dir: Path
+    first_start: bool = False
+    serving: Serving = "loads"
+    needs: tuple[str, ...] = ()
+    secrets: tuple[SecretStr | None, ...] = ()
+
+    def stopping(self, work: Work) -> Stopping:
+        """Tell how this start's containers are to be ended."""
+        return Stopping(self.runs_dir, secrets=self.secrets, tell=work.note, check=work.check)
+
+
+@dataclass(frozen=True)
+class _Look:
+    container: ContainerFacts | None
+    lines: list[LogLine]
+    available: int
+
+
+@dataclass
+class _Watch:
+    """Everything seen of both ranks while they load."""
+
+    cluster: Cluster
+    recipe: Recipe
+    launch: Launch
+    begun: float = field(default_factory=time.monotonic)
+    followers: dict[Role, LogFollower] = field(default_factory=dict)
+    lines: list[LogLine] = field(default_factory=list)
+    phases: dict[Role, str] = field(default_factory=dict)
+    available: dict[Role, int] = field(default_factory=dict)
+    heard: dict[Role, float] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.begun
+
+    def find_containers(self) -> None:
+        """Find both ranks' containers by label."""
+        for role, facts in self.cluster.on_both(gather).items():
+            container = facts.of_rank(ROLES.index(role))
+            if container is None:
+                raise SparkserveError("rank_gone", f"{self.launch.specs[role].name} is not there", node=role)
+            rank = ROLES.index(role)
+            self.followers[role] = LogFollower(self.cluster.node(role), container.id, rank)
+            self.heard[role] = time.monotonic()
+
+    def look(self) -> None:
+        """Look at both ranks once; raises when one of them ended or said something that means the end."""
+        looks, errors = self.cluster.try_both(self._look_at)
+        for role, look in looks.items():
+            self.heard[role] = time.monotonic()
+            self.available[role] = look.available
+            self.lines += look.lines
+            for line in look.lines:
+                self._take(role, line)
+        self._check_silence(errors)
+        ended = [
+            (role, look.container) for role, look in looks.items() if not (look.container and look.container.is_running)
+        ]
+        if ended:
+            raise self._rank_ended(ended)
+        self._check_fatal([line for look in looks.values() for line in look.lines])
+
+    def _look_at(self, node: Node) -> _Look:
+        follower = self.followers[node.role]
+        path = f"/containers/{follower.container}/json"
+        raw = node.session.ask("facts", timeout=LOOK_SECONDS, docker=[path], files=["/proc/meminfo"])
+        answer = raw["docker"][path]
+        container = None if answer.get("status") == 404 else parse_container(docker_body(answer, node.role))
+        # The log is read after the state, so that an ended container's last words are complete.
+        return _Look(container, follower.read(), parse_memory(raw["files"]["/proc/meminfo"] or "").available)
+
+    def _take(self, role: Role, line: LogLine) -> None:
+        self.phases[role] = match_phase(line.text, self.recipe.phases) or self.phases.get(role, "")
+        failure = match_failure(line.text, self.recipe.failures)
+        if failure and not failure.fatal and failure.cause not in self.warnings:
+            self.warnings.append(failure.cause)
+
+    def _check_silence(self, errors: Mapping[Role, SparkserveError]) -> None:
+        for role, error in errors.items():
+            silent = time.monotonic() - self.heard[role]
+            if error.code == "connection_lost" or silent > _SILENCE_SECONDS:
+                raise self.failure("node_silent", f"the {role} could not be asked for {silent:.0f} s", role, error)
+
+    def _check_fatal(self, fresh: list[LogLine]) -> None:
+        for line in fresh:
+            failure = match_failure(line.text, self.recipe.failures)
+            if failure and failure.fatal:
+                message = f"rank {line.rank} cannot serve {self._where(ROLES[line.rank])}"
+                raise self.failure("engine_failed", message, ROLES[line.rank])
+
+    def _rank_ended(self, ended: list[tuple[Role, ContainerFacts | None]]) -> SparkserveError:
+        def moment(item: tuple[Role, ContainerFacts | None]) -> float:
+            return (item[1].finished_at if item[1] else None) or 0.0
+
+        role, container = min(ended, key=moment)
+        how = container.ended if container else "its container was removed"
+        late, _ = self.cluster.try_both(lambda node: self.followers[node.role].read())
+        self.lines += [line for lines in late.values() for line in lines]
+        message = f"rank {ROLES.index(role)} ended {self._where(role)}: {how}"
+        return self.failure("rank_ended", message, role)
+
+    def _where(self, role: Role) -> str:
+        phase = self.phases.get(role)
+        return f"after {self.elapsed:.1f} s" + (f", in phase {phase!r}" if phase else ", before its first phase")
+
+    def failure(self, code: str, message: str, role: str, cause: SparkserveError | None = None) -> SparkserveError:
+        """Build the error of a failed start: the earliest real error of either log, cause, advice, last lines."""
+        trouble = find_trouble(self.lines, self.recipe.failures)
+        details = [cause.details or str(cause)] if cause else []
+        hint = f"`sparkserve logs --run {self.launch.run}` shows both logs"
+        if trouble:
+            said = time.strftime("%H:%M:%S", time.localtime(trouble.line.moment))
+            details.append(f"first error, rank {trouble.line.rank} at {said}: {trouble.line.text.strip()}")
+        if trouble and trouble.known:
+            details.append(f"cause: {trouble.known.cause}")
+            hint = f"{trouble.known.advice}; {hint}"
+        for other, text in last_words(self.lines).items():
+            details.append(f"last line of rank {ROLES.index(other)}: {text}")
+        exit_code = cause.exit_code if cause else 1
+        return SparkserveError(code, message, hint, role, mask("\n".join(details), self.launch.secrets), exit_code)
+
+    def check_deadline(self) -> None:
+        """End a wait that is longer than the recipe allows."""
+        readiness = self.recipe.readiness
+        limit = readiness.first_seconds if self.launch.first_start else readiness.later_seconds
+        if self.elapsed > limit:
+            phases = ", ".join(
+                f"rank {ROLES.index(role)}: {self.phases.get(role) or 'no phase seen'}" for role in ROLES
+            )
+            raise self.failure("start_timeout", f"no answer within {limit} s ({phases})", "head")
+
+    def line_of_state(self, probing: str) -> str:
+        """Say in one line how far both ranks are."""
+        ranks = [f"rank {ROLES.index(role)}: {self.phases.get(role) or 'starting'}" for role in ROLES]
+        available = " / ".join(f"{self.available.get(role, 0) / 2**30:.1f}" for role in ROLES)
+        return f"{'; '.join(ranks)}; {probing}; {available} GiB available; {self.elapsed:.0f} s"
+
+
+def wait_until_ready(cluster: Cluster, recipe: Recipe, launch: Launch, work: Work) -> str:
+    """Wait until the advertised address answers a real completion; whatever else happens, both ranks are ended."""
+    watch = _Watch(cluster, recipe, launch)
+    prober = Prober(launch.endpoint, recipe)
+    try:
+        watch.find_containers()
+        prober.start()
+        while not prober.answered:
+            work.check()
+            watch.look()
+            if isinstance(prober.error, SparkserveError):
+                raise watch.failure(prober.error.code, prober.error.message, "head", prober.error)
+            if prober.error:
+                raise prober.error
+            watch.check_deadline()
+            work.note(watch.line_of_state(prober.state))
+            prober.finished.wait(_POLL_SECONDS)
+        watch.look()
+    except BaseException as error:
+        left = abandon(cluster, Stopping(launch.runs_dir, secrets=launch.secrets))
+        if isinstance(error, SparkserveError):
+            error.details += "".join(f"\nnot cleaned up: {problem}" for problem in left)
+        raise
+    finally:
+        prober.end()
+    warned = "".join(f"; warning: {warning}" for warning in watch.warnings)
+    return f"answered through {launch.endpoint.model} at {launch.endpoint.base_url} after {watch.elapsed:.1f} s{warned}"

@@ -1,0 +1,99 @@
+"""Asking a loading engine whether it answers yet: HTTP, the served name, a real token, a first longer prompt."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+from sparkserve.endpoint import Endpoint
+from sparkserve.errors import SparkserveError
+from sparkserve.prompts import random_words
+from sparkserve.recipe import Recipe
+from sparkserve.replies import EndpointError
+
+# The first completions may compile kernels for minutes.
+_COMPLETION_SECONDS = 600.0
+_PATIENCE = 10
+_RETRY_SECONDS = 0.3
+# An answer that no waiting will change: wrong key, wrong name, a request that the engine cannot read.
+_FINAL = (400, 401, 403, 404, 422)
+
+
+class Prober:
+    """Asks in a thread of its own, so that a hanging completion does not keep us from seeing a rank die."""
+
+    def __init__(self, endpoint: Endpoint, recipe: Recipe) -> None:
+        self.state = "HTTP closed"
+        self.answered = False
+        self.error: BaseException | None = None
+        self.finished = threading.Event()
+        self._endpoint = endpoint
+        self._recipe = recipe
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="readiness", daemon=True)
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Ask no more."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        try:
+            self._wait_for_http()
+            self._check_name()
+            self._wait_for_token()
+            self._warm_up()
+            self.answered = not self._ended.is_set()
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for us
+            self.error = error
+        finally:
+            self.finished.set()
+
+    def _wait_for_http(self) -> None:
+        """Wait until the port answers; while an engine loads, nobody listens or it says 503."""
+        path = self._recipe.readiness.health
+        while not self._ended.is_set():
+            try:
+                status = self._endpoint.health(path)
+                self.state = f"{path} answers {status}"
+                if status != 503:
+                    return
+            except EndpointError as error:
+                self.state = "HTTP closed" if error.code == "endpoint_closed" else error.message
+            self._ended.wait(_RETRY_SECONDS)
+
+    def _check_name(self) -> None:
+        if self._ended.is_set():
+            return
+        names = self._endpoint.models(timeout=30)
+        if self._endpoint.model not in names:
+            message = f"the engine serves {', '.join(names) or 'nothing'}, not {self._endpoint.model}"
+            raise SparkserveError("model_name", message, "compare the recipe's argv with SPARKSERVE_MODEL_NAME", "head")
+
+    def _wait_for_token(self) -> None:
+        """Get one token; server errors are met with some patience, since an engine may open HTTP a little early."""
+        failures = 0
+        while not self._ended.is_set():
+            self.state = "waiting for the first token"
+            try:
+                self._endpoint.one_token(_COMPLETION_SECONDS)
+            except EndpointError as error:
+                failures += 1
+                if error.status in _FINAL or error.code == "endpoint_timeout" or failures >= _PATIENCE:
+                    raise
+                self.state = error.message
+                self._ended.wait(1.0)
+            else:
+                return
+
+    def _warm_up(self) -> None:
+        tokens = self._recipe.readiness.warm_up_tokens
+        if not tokens or self._ended.is_set():
+            return
+        self.state = f"warming up with {tokens:,} tokens"
+        text = random_words(int(tokens * 0.75), random.Random())  # noqa: S311 - filler, no secret
+        request = {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0}
+        self._endpoint.complete(request, _COMPLETION_SECONDS)

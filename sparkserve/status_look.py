@@ -1,0 +1,230 @@
+"""Collecting the evidence for a status: containers and logs of both nodes, then counters, and only when idle a token.
+
+One status is short, and a stall is long: requests that run while no counter moves may be a slow step of a huge prompt.
+So the moment since which nothing moved is remembered in a small file between looks; a look that finds the same
+container with the same counters and requests in flight counts from there. Any movement, or an idle look, clears it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sparkserve.cluster import ROLES, Cluster, Node, Role
+from sparkserve.endpoint import Endpoint
+from sparkserve.engine_facts import Facts, gather
+from sparkserve.engine_logs import LogFollower, LogLine, match_failure, match_phase
+from sparkserve.errors import SparkserveError
+from sparkserve.recipe import Counters, Recipe
+from sparkserve.replies import EndpointError
+from sparkserve.status import Evidence, Expected, Sample, Verdict, find_missing, judge, uptime
+
+_TAIL = 200
+_APART_SECONDS = 0.7
+_PROBE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to look at; `patience` is how long one look waits for a counter to move, in seconds."""
+
+    cluster: Cluster
+    recipe: Recipe
+    endpoint: Endpoint
+    movement_file: Path
+    wanted: Mapping[Role, str] = field(default_factory=dict)
+    patience: float = 6.0
+
+    @property
+    def expected(self) -> Expected:
+        """What a good pair looks like by the recipe."""
+        counters = self.recipe.counters
+        stalled = counters.stalled_seconds if counters else 120
+        return Expected(self.wanted, stalled, self.recipe.readiness.first_seconds)
+
+
+@dataclass(frozen=True)
+class Status:
+    """The verdict and what it was made from."""
+
+    verdict: Verdict
+    facts: Mapping[Role, Facts]
+    unseen: Mapping[Role, SparkserveError]
+    evidence: Evidence
+
+    def data(self) -> dict[str, Any]:
+        """Give it as plain data for the output."""
+        last = self.evidence.samples[-1] if self.evidence.samples else None
+        return {
+            "state": self.verdict.state,
+            "reasons": list(self.verdict.reasons),
+            "uptime_seconds": uptime(self.facts),
+            "requests_running": last.running if last else None,
+            "requests_waiting": last.waiting if last else None,
+            "tokens_per_second": self.evidence.tokens_per_second if last and last.in_flight else None,
+            "phases": dict(self.evidence.phases),
+            "nodes": {role: _node_data(self.facts[role], ROLES.index(role)) for role in ROLES if role in self.facts},
+        }
+
+
+def _node_data(facts: Facts, rank: int) -> dict[str, Any]:
+    container = facts.of_rank(rank)
+    memory = facts.memory
+    return {
+        "container": container.describe() if container else "absent",
+        "spec": container.spec if container else None,
+        "run": container.run if container else None,
+        "recipe": container.recipe if container else None,
+        "memory_total_bytes": memory.total,
+        "memory_available_bytes": memory.available,
+        "swap_used_bytes": memory.swap_used,
+    }
+
+
+def look(question: Question) -> Status:
+    """Look at the pair once."""
+    facts, unseen = question.cluster.try_both(gather)
+    lines, lost = question.cluster.try_both(lambda node: _last_lines(node, facts.get(node.role)))
+    unseen = {**lost, **unseen}
+    evidence = _read_logs(lines, question.recipe)
+    runs = any(container.is_running for seen in facts.values() for container in seen.containers)
+    if runs and not unseen and not find_missing(facts, question.expected) and not evidence.broken_lines:
+        head = facts["head"].of_rank(0)
+        evidence = _ask_engine(question, evidence, head.id if head else "")
+    told = {role: error.message for role, error in unseen.items()}
+    return Status(judge(facts, told, evidence, question.expected), facts, unseen, evidence)
+
+
+def _last_lines(node: Node, facts: Facts | None) -> list[LogLine]:
+    running = [container for container in facts.containers if container.is_running] if facts else []
+    return [line for one in running for line in LogFollower(node, one.id, one.rank or 0, tail=_TAIL).read()]
+
+
+def _read_logs(lines: Mapping[Role, list[LogLine]], recipe: Recipe) -> Evidence:
+    broken: dict[str, str] = {}
+    phases: dict[Role, str] = {}
+    for role, own in lines.items():
+        for line in own:
+            phases[role] = match_phase(line.text, recipe.phases) or phases.get(role, "")
+            failure = match_failure(line.text, recipe.failures)
+            if failure and failure.serving:
+                broken[failure.cause] = f"{failure.cause} (rank {line.rank}: {line.text.strip()}); {failure.advice}"
+    return Evidence(broken_lines=tuple(broken.values()), phases=phases)
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------
+
+
+def _ask_engine(question: Question, evidence: Evidence, container: str) -> Evidence:
+    endpoint, health = question.endpoint, question.recipe.readiness.health
+    try:
+        status = endpoint.health(health)
+    except EndpointError as error:
+        if error.code == "endpoint_closed":
+            return replace(evidence, http="closed")
+        return replace(evidence, http="silent", problems=(error.message,))
+    problems = () if status == 200 else (f"{health} answers HTTP {status}",)
+    evidence = replace(evidence, http="open", problems=problems)
+    counters = question.recipe.counters
+    try:
+        samples = _sample(question, counters) if counters else ()
+    except EndpointError as error:
+        if error.status in (401, 403):
+            return replace(evidence, probe="failed", problems=(f"{error.message}: another API key than ours",))
+        # Without counters a token is the only proof that is left.
+        return _probe(question, replace(evidence, problems=(*problems, f"no counters: {error.message}")))
+    evidence = replace(evidence, samples=samples)
+    if samples and samples[-1].in_flight:
+        still = 0.0 if evidence.moved else _remember(question.movement_file, container, samples)
+        if evidence.moved:
+            question.movement_file.unlink(missing_ok=True)
+        return replace(evidence, still_seconds=still)
+    question.movement_file.unlink(missing_ok=True)
+    return _probe(question, evidence)
+
+
+def _sample(question: Question, counters: Counters) -> tuple[Sample, ...]:
+    """Look at the counters; where requests are in flight, again until one moved or patience ends."""
+    samples = [_read_counters(question.endpoint, counters)]
+    begun = samples[0].moment
+    while samples[-1].in_flight:
+        time.sleep(0.25)
+        samples.append(_read_counters(question.endpoint, counters))
+        moved = samples[-1].moving != samples[0].moving
+        passed = samples[-1].moment - begun
+        if passed >= question.patience or (moved and passed >= _APART_SECONDS):
+            break
+    return samples[0], samples[-1]
+
+
+def _read_counters(endpoint: Endpoint, counters: Counters) -> Sample:
+    found = endpoint.metrics(counters.path)
+    if counters.running not in found or not any(name in found for name in counters.moving):
+        message = f"{counters.path} has no {counters.running}, or none of {', '.join(counters.moving)}"
+        raise EndpointError("endpoint_garbled", message, node="head")
+    return Sample(
+        moment=time.monotonic(),
+        running=found[counters.running],
+        waiting=found.get(counters.waiting, 0.0),
+        moving={name: found.get(name, 0.0) for name in counters.moving},
+        generated=found.get(counters.generated),
+    )
+
+
+def _probe(question: Question, evidence: Evidence) -> Evidence:
+    """Ask an idle engine for one token; when that takes too long, look whether others keep it busy by now."""
+    try:
+        question.endpoint.one_token(_PROBE_SECONDS)
+    except EndpointError as error:
+        problems = (*evidence.problems, _words(error))
+        if error.status == 503:
+            return replace(evidence, probe="loading", problems=problems)
+        if error.code != "endpoint_timeout":
+            return replace(evidence, probe="failed", problems=problems)
+        return _look_again(question, replace(evidence, probe="timeout", problems=problems))
+    return replace(evidence, probe="answered")
+
+
+def _look_again(question: Question, evidence: Evidence) -> Evidence:
+    counters = question.recipe.counters
+    if not counters or not evidence.samples:
+        return evidence
+    try:
+        now = _read_counters(question.endpoint, counters)
+    except EndpointError as error:
+        return replace(evidence, problems=(*evidence.problems, error.message))
+    if now.in_flight and now.moving != evidence.samples[0].moving:
+        return replace(evidence, samples=(evidence.samples[0], now), probe="not asked", problems=evidence.problems[:-1])
+    return evidence
+
+
+def _words(error: EndpointError) -> str:
+    details = " ".join(error.details.split())[:300]
+    return f"{error.message}: {details}" if details else error.message
+
+
+def _remember(path: Path, container: str, samples: tuple[Sample, ...]) -> float:
+    """Give for how many seconds this container's counters have not moved with requests in flight."""
+    now, moving = time.time(), dict(samples[-1].moving)
+    here = samples[-1].moment - samples[0].moment
+    known = _recall(path)
+    if known.get("container") == container and known.get("moving") == moving:
+        return max(now - float(known["since"]), here)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps({"container": container, "moving": moving, "since": now - here}), encoding="utf-8")
+    beside.replace(path)
+    return here
+
+
+def _recall(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # no file, or half of one: the count begins anew
+        return {}
+    return found

@@ -1,0 +1,433 @@
+"""The downloader against a hub that misbehaves in every way we know of."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkserve.download import download
+from sparkserve.errors import SparkserveError
+from sparkserve.hub_file import Hub as HubClient
+from sparkserve.partial import Journal, Partial, boot_id
+from sparkserve.plan import Cancelled
+from tests.component.weights_stage import KIB, QUICK, SEGMENT, Recorder, client, serving, wait_until, wanted
+from tests.lab.hub import Hub
+from tests.lab.model_repo import BENCH_NAME, make_bench_repo
+from tests.lab.repo_store import ModelRepo
+
+SIZE = 20 * SEGMENT + 777
+FILE = "file-00001.bin"
+CONTENT = {"host": "content"}
+TOKEN = "hf_stage_token"
+
+
+@pytest.fixture(scope="module")
+def repo(tmp_path_factory: pytest.TempPathFactory) -> ModelRepo:
+    made = make_bench_repo(tmp_path_factory.mktemp("repos"), [SIZE])
+    entries = list(made.entries(made.head).values())
+    entries += [made.store("config.json", [b'{"a": 1}'], lfs=False), made.store("empty.txt", [b""], lfs=False)]
+    entries += [made.store("a dir/ü#%?.bin", [b"odd name" * 999], lfs=True)]
+    made.commit(entries)
+    return made
+
+
+@pytest.fixture
+def hub(repo: ModelRepo) -> Iterator[Hub]:
+    with serving(repo.root) as running:
+        yield running
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "hidden" / "partial"
+
+
+def fetch(shared: HubClient, repo: ModelRepo, path: Path, name: str = FILE) -> Recorder:
+    """Download one file and compare it with its source."""
+    work = Recorder()
+    download(shared, wanted(repo, name), path, work)
+    assert path.read_bytes() == repo.source(name).read_bytes()
+    return work
+
+
+def refused(shared: HubClient, repo: ModelRepo, path: Path, name: str = FILE) -> SparkserveError:
+    with pytest.raises(SparkserveError) as caught:
+        download(shared, wanted(repo, name), path, Recorder())
+    assert caught.value.hint
+    return caught.value
+
+
+def body_bytes(hub: Hub) -> int:
+    return sum(entry["bytes_sent"] for entry in hub.log() if entry["status"] in (200, 206))
+
+
+def threads_left() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if FILE in thread.name or "hash of" in thread.name]
+
+
+@pytest.mark.parametrize("name", [FILE, "config.json", "empty.txt", "a dir/ü#%?.bin"])
+def test_every_kind_of_file_arrives(hub: Hub, repo: ModelRepo, path: Path, name: str) -> None:
+    work = fetch(client(hub), repo, path, name)
+    assert body_bytes(hub) == repo.source(name).stat().st_size
+    assert all(done <= total for done, total in work.seen)
+
+
+def test_segments_come_over_several_connections_and_reuse_them(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.control(connection_rate=2_000_000)
+    fetch(client(hub), repo, path)
+    served = [entry for entry in hub.log() if entry["host"] == "content"]
+    assert len(served) > 10
+    overlapping = max(sum(e["time"] <= s["time"] < e["time"] + e["seconds"] for e in served) for s in served)
+    assert overlapping == QUICK.connections
+
+
+def test_a_redirect_inside_the_hub_is_followed(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.control(plain_redirect=True)
+    fetch(client(hub), repo, path, "config.json")
+    assert any("resolve-cache" in entry["path"] for entry in hub.log())
+
+
+def test_token_is_never_shown_to_the_host_of_the_redirect(repo: ModelRepo, path: Path) -> None:
+    with serving(repo.root, token=TOKEN) as hub:
+        fetch(client(hub, hf_token=TOKEN), repo, path)
+        seen = {(entry["host"], entry["had_token"]) for entry in hub.log()}
+    assert seen == {("hub", True), ("content", False)}
+
+
+@pytest.mark.parametrize(
+    ("access", "token", "expected"),
+    [
+        ("token", None, ("hub_login", "HF_TOKEN")),
+        ("token", "hf_wrong_token", ("hub_token", "HF_TOKEN")),
+        ("gated", TOKEN, ("hub_gated", "accept its terms")),
+    ],
+)
+def test_refusals_say_what_to_do(
+    repo: ModelRepo, path: Path, access: str, token: str | None, expected: tuple[str, str]
+) -> None:
+    with serving(repo.root, token=TOKEN) as hub:
+        hub.control(access={BENCH_NAME: access})
+        error = refused(client(hub, hf_token=token), repo, path)
+        assert sum(entry["host"] == "hub" for entry in hub.log()) <= QUICK.connections  # nothing was tried again
+    assert error.code == expected[0]
+    assert expected[1] in error.hint
+    assert "hf_wrong_token" not in f"{error.message}{error.hint}{error.details}"
+
+
+def test_a_missing_file_names_file_and_commit(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("status", match={"path_regex": "resolve"}, status=404, headers={"X-Error-Code": "EntryNotFound"})
+    error = refused(client(hub), repo, path)
+    assert error.code == "hub_file_missing"
+    assert FILE in error.message
+    assert repo.head[:8] in error.message
+
+
+def test_a_stall_near_the_end_costs_one_segment_at_most(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("stall", match={**CONTENT, "covers": int(SIZE * 0.99)}, at_fraction=0.5, times=1)
+    fetch(client(hub), repo, path)
+    assert body_bytes(hub) <= SIZE + 2 * SEGMENT
+
+
+def test_a_stall_for_ever_is_an_error_and_keeps_what_came(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("stall", match={**CONTENT, "covers": SIZE - 1}, at_byte=0)
+    error = refused(client(hub), repo, path)
+    assert (error.code, "0.4 s" in error.message) == ("stalled", True)
+    hub.control(clear_faults=True)
+    before = body_bytes(hub)
+    fetch(client(hub), repo, path)
+    assert body_bytes(hub) - before < SIZE / 2
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_cut_in_the_middle_goes_on_where_it_was(hub: Hub, repo: ModelRepo, path: Path, reset: bool) -> None:
+    hub.fault("cut", match=CONTENT, at_fraction=0.5, times=6, reset=reset)
+    fetch(client(hub), repo, path)
+    assert body_bytes(hub) <= SIZE + 6 * SEGMENT
+
+
+def test_a_server_that_always_cuts_at_once_is_given_up(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("cut", match=CONTENT, at_byte=0)
+    assert refused(client(hub), repo, path).code in ("connection_cut", "cut_short")
+
+
+def test_ranges_beyond_the_file_and_short_files_are_told_with_both_sizes(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("short", match=CONTENT, at_byte=SIZE - 5 * SEGMENT)  # the ranges behind it answer 416
+    error = refused(client(hub), repo, path)
+    assert error.code == "wrong_size"
+    assert f"{SIZE - 5 * SEGMENT} bytes" in error.message
+    assert str(SIZE) in error.message
+
+
+def test_a_range_refused_once_is_asked_for_again(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("status", match=CONTENT, status=416, headers={"Content-Range": "bytes */0"}, times=1)
+    fetch(client(hub), repo, path)
+
+
+def test_retry_after_is_obeyed_by_all_connections(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("status", match={"host": "hub"}, status=429, headers={"Retry-After": "1"}, times=1)
+    began = time.monotonic()
+    fetch(client(hub, replace(QUICK, connections=1)), repo, path)
+    assert time.monotonic() - began >= 1.0
+
+
+def test_retry_after_beyond_reason_is_an_error(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("status", match={"host": "hub"}, status=429, headers={"Retry-After": "3600"})
+    error = refused(client(hub), repo, path)
+    assert (error.code, "3600 s" in error.message) == ("hub_limit", True)
+
+
+@pytest.mark.parametrize("host", ["hub", "content"])
+def test_a_server_that_is_down_for_a_while(hub: Hub, repo: ModelRepo, path: Path, host: str) -> None:
+    hub.fault("status", match={"host": host}, status=503, times=8)
+    fetch(client(hub), repo, path)
+
+
+def test_a_server_that_stays_down_is_an_error(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("status", match=CONTENT, status=502)
+    error = refused(client(hub), repo, path)
+    assert "502" in error.message
+
+
+def test_one_wrong_byte_is_noticed_and_fetched_again(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("wrong_byte", match=CONTENT, offset=3 * SEGMENT + 5, times=1)
+    work = fetch(client(hub), repo, path)
+    assert any("wrong content" in note for note in work.notes)
+    assert body_bytes(hub) == 2 * SIZE
+
+
+def test_wrong_bytes_for_ever_leave_nothing_behind(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("wrong_byte", match=CONTENT, offset=1)
+    error = refused(client(hub), repo, path)
+    assert error.code == "wrong_content"
+    right = wanted(repo, FILE).file.digest
+    assert FILE in error.message
+    assert f"needed: {right}" in error.message
+    assert error.message.count(right) == 1  # the observed one is another
+    assert len(re.findall(r"[0-9a-f]{64}", error.message)) == 2
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_web_page_is_not_taken_for_the_file(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("html")
+    error = refused(client(hub), repo, path)
+    assert (error.code, "web page" in error.message) == ("not_data", True)
+    assert b"html" not in path.read_bytes()
+
+
+def test_an_expired_link_is_resolved_anew(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("expire", match=CONTENT, times=3)
+    fetch(client(hub), repo, path)
+    assert sum(entry["host"] == "hub" for entry in hub.log()) >= 2
+    assert any(entry["status"] == 403 for entry in hub.log())
+
+
+def test_links_that_never_open_are_given_up(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.control(signature_seconds=-1)
+    error = refused(client(hub), repo, path)
+    assert (error.code, "403" in error.message) == ("link_refused", True)
+    assert "Signature" not in f"{error.message}{error.hint}{error.details}"
+
+
+def test_a_server_that_ignores_ranges_gives_the_file_in_one_stream(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("ignore_range", match=CONTENT)
+    work = fetch(client(hub), repo, path)
+    assert any("ignores ranges" in note for note in work.notes)
+
+
+def test_one_stream_survives_cuts(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("ignore_range", match=CONTENT)
+    hub.fault("cut", match={**CONTENT, "covers": SIZE - 1}, at_fraction=0.5, times=2)
+    hub.fault("cut", match={**CONTENT, "covers": SIZE - 1}, at_fraction=0.75, times=1)
+    fetch(client(hub, replace(QUICK, connections=2)), repo, path)
+
+
+def test_headers_that_a_mirror_loses_are_not_needed(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("drop_headers", names=["ETag", "X-Linked-Etag", "X-Linked-Size", "X-Repo-Commit", "Accept-Ranges"])
+    fetch(client(hub), repo, path)
+
+
+def test_the_rate_limit_holds_over_all_connections(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    began = time.monotonic()
+    fetch(client(hub, rate_limit=SIZE), repo, path)
+    assert 0.85 <= time.monotonic() - began <= 2.5
+
+
+def test_a_proxy_of_the_environment_is_used(
+    hub: Hub, repo: ModelRepo, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", hub.endpoint)
+    monkeypatch.delenv("no_proxy", raising=False)
+    shared = HubClient(client(hub).settings.model_copy(update={"hf_endpoint": "http://no-such-host.invalid"}), QUICK)
+    fetch(shared, repo, path, "config.json")
+
+
+def test_cancelling_ends_soon_also_when_the_server_is_silent(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("stall", match={**CONTENT, "covers": SIZE - 1}, at_byte=10)
+    hub.fault("slow", match={**CONTENT, "path_regex": "lfs"}, seconds=30, times=1)
+    work = Recorder()
+    began: list[float] = []
+
+    def cancel() -> None:
+        began.append(time.monotonic())
+        work.cancelled.set()
+
+    threading.Timer(0.6, cancel).start()
+    with pytest.raises(Cancelled):
+        download(client(hub, replace(QUICK, read_seconds=60)), wanted(repo, FILE), path, work)
+    assert time.monotonic() - began[0] < 1
+    assert threads_left() == []
+    hub.control(clear_faults=True)
+    before = body_bytes(hub)
+    fetch(client(hub), repo, path)
+    assert body_bytes(hub) - before < SIZE / 2
+
+
+def test_no_file_and_no_thread_stays_open(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    fetch(client(hub), repo, path)
+    # The hub's side of a connection that we closed may live a moment longer.
+    wait_until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)
+    assert threads_left() == []
+
+
+# -- interrupted ------------------------------------------------------------------------------------------------------
+
+_CHILD = """
+import sys
+from pathlib import Path
+from sparkserve.download import download
+from tests.component.weights_stage import QUICK, Recorder, wanted
+from sparkserve.hub_file import Hub
+from sparkserve.settings import Settings
+from tests.lab.repo_store import ModelRepo
+repo = ModelRepo(Path(sys.argv[2]), sys.argv[3])
+print("ready", flush=True)
+download(Hub(Settings(hf_endpoint=sys.argv[1]), QUICK), wanted(repo, sys.argv[4]), Path(sys.argv[5]), Recorder())
+"""
+
+
+def _run_and_kill(hub: Hub, repo: ModelRepo, path: Path, enough: int) -> None:
+    """Download in a process of its own, and kill that one hard once `enough` bytes were served."""
+    argv = [sys.executable, "-c", _CHILD, hub.endpoint, str(repo.root), repo.name, FILE, str(path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as child:
+        try:
+            wait_until(lambda: sum(entry["bytes_sent"] for entry in hub.state.log.entries()) >= enough)
+        finally:
+            child.send_signal(signal.SIGKILL)
+
+
+def test_killed_at_random_points_it_fetches_only_what_was_in_flight_again(
+    hub: Hub, repo: ModelRepo, path: Path
+) -> None:
+    hub.control(rate=3_000_000)
+    places = random.Random(7)
+    for _ in range(3):
+        served = body_bytes(hub)
+        _run_and_kill(hub, repo, path, served + places.randrange(SIZE // 8, SIZE // 4))
+    hub.control(rate=None)
+    fetch(client(hub), repo, path)
+    # Besides whole segments in flight, what the kernel had buffered on its way counts as served.
+    in_flight = QUICK.connections * SEGMENT
+    assert SIZE <= body_bytes(hub) <= SIZE + 3 * (in_flight + 4 * 256 * KIB)
+    assert body_bytes(hub) < 3 * SIZE
+
+
+def test_a_resumed_file_is_hashed_from_its_start(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    fetch(client(hub), repo, path)
+    with path.open("r+b") as file:
+        file.seek(SEGMENT)
+        file.write(b"rotten")
+    before = body_bytes(hub)
+    fetch(client(hub), repo, path)
+    assert body_bytes(hub) - before == SIZE
+
+
+def test_a_finished_partial_is_proved_without_a_request(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    fetch(client(hub), repo, path)
+    hub.reset()
+    fetch(client(hub), repo, path)
+    assert hub.log() == []
+
+
+@pytest.mark.parametrize("stale", [b"", b"garbage\n\0\0\n", b"12 abc 64\nboot\nsegment 1\n"])
+def test_a_stale_journal_is_not_believed(hub: Hub, repo: ModelRepo, path: Path, stale: bytes) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"\1" * 100)
+    path.with_name(path.name + ".journal").write_bytes(stale)
+    work = fetch(client(hub), repo, path)
+    assert not any("wrong content" in note for note in work.notes)
+
+
+def test_a_link_in_place_of_the_partial_is_not_written_through(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    other = path.parent.parent / "other"
+    other.write_bytes(b"someone else's")
+    path.parent.mkdir()
+    path.symlink_to(other)
+    fetch(client(hub), repo, path)
+    assert other.read_bytes() == b"someone else's"
+    assert not path.is_symlink()
+
+
+def test_journal_of_this_boot_and_of_an_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal = Journal(path, "head")
+    for number in (4, 1, 7):
+        journal.add(number)
+    journal.note_durable(2)
+    journal.close()
+    text = path.read_text()
+    assert _segments(path, "head") == [4, 1, 7]
+    path.write_text(text + "segment 1")  # cut in the middle of `segment 12`
+    assert _segments(path, "head") == [4, 1, 7]
+    path.write_text(text.replace(boot_id(), "another-boot"))
+    assert _segments(path, "head") == [4, 1]
+    assert _segments(path, "another head") == []
+
+
+def _segments(path: Path, header: str) -> list[int]:
+    journal = Journal(path, header)
+    journal.close()
+    return journal.segments
+
+
+def test_a_full_disk_names_the_place_and_keeps_what_came(
+    hub: Hub, repo: ModelRepo, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwrite
+    written = [0]
+
+    def pwrite(descriptor: int, data: Any, position: int) -> int:
+        written[0] += len(data)
+        if written[0] > SIZE // 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data, position)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    error = refused(client(hub), repo, path)
+    assert (error.code, str(path.parent) in error.message) == ("disk_full", True)
+    monkeypatch.undo()
+    before = body_bytes(hub)
+    fetch(client(hub), repo, path)
+    assert body_bytes(hub) - before < SIZE
+
+
+def test_the_hash_follows_out_of_order_segments(repo: ModelRepo, path: Path) -> None:
+    content = repo.source(FILE).read_bytes()
+    with Partial(path, wanted(repo, FILE).file, SEGMENT) as partial:
+        for number in sorted(partial.missing(), key=lambda number: (number % 3, -number)):
+            position = number * SEGMENT
+            partial.write(position, memoryview(content[position : position + SEGMENT]))
+        assert partial.digest(lambda _done: None) == wanted(repo, FILE).file.digest

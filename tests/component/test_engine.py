@@ -1,0 +1,546 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from sparkserve.cluster import Cluster, Deployment, Role
+from sparkserve.container import build_spec
+from sparkserve.endpoint import Endpoint
+from sparkserve.engine import Launch, gather, plan, plan_stop
+from sparkserve.engine_logs import LogQuery, read_logs, read_saved, saved_runs
+from sparkserve.engine_stop import Stopping, stop
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, SparkserveError, flatten
+from sparkserve.plan import ApplyReport, Cancelled, Plan, apply
+from tests.component.docker_node import Container, DockerNode, ours
+from tests.fakes import FakeSession, RecordingReporter, RecordingWork
+from tests.unit.deployments import IMAGE, LINKS, TEMPLATE, make_deployment, make_pair
+
+
+@dataclass
+class Scene:
+    """Two nodes with scripted containers, an engine's HTTP, and what is to be started."""
+
+    directory: Path
+    head: DockerNode = field(default_factory=DockerNode)
+    worker: DockerNode = field(default_factory=DockerNode)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    answers: Callable[[httpx.Request], httpx.Response] | None = None
+    requests: list[str] = field(default_factory=list)
+
+    @property
+    def nodes(self) -> tuple[DockerNode, DockerNode]:
+        return self.head, self.worker
+
+    @property
+    def cluster(self) -> Cluster:
+        pair = make_pair(head=self.head.session, worker=self.worker.session)
+        for node, docker in zip(pair.nodes, self.nodes, strict=True):
+            node.__dict__["docker"] = docker
+        return pair
+
+    @property
+    def deployment(self) -> Deployment:
+        made = make_deployment(cluster=self.cluster)
+        readiness = made.recipe.readiness.model_copy(update=self.recipe)
+        return replace(made, recipe=made.recipe.model_copy(update={"readiness": readiness}))
+
+    def serve(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request.url.path)
+        if self.answers is None:
+            raise httpx.ConnectError("refused")
+        return self.answers(request)
+
+    def launch(self, **more: Any) -> Launch:
+        deployment = self.deployment
+        specs: dict[Role, Any] = {
+            role: build_spec(deployment, rank, LINKS, TEMPLATE, IMAGE) for rank, role in enumerate(LINKS)
+        }
+        endpoint = Endpoint(
+            "http://engine", deployment.recipe.parameters.model_name, None, httpx.MockTransport(self.serve)
+        )
+        secrets = (SecretStr("sk-very-secret"),)
+        return Launch(specs, "run-2", endpoint, self.directory / "runs", secrets=secrets, **more)
+
+    def plan(self, **more: Any) -> list[Any]:
+        deployment = self.deployment
+        return plan(deployment, deployment.cluster.on_both(gather), self.launch(**more))
+
+    def apply(self, **more: Any) -> ApplyReport:
+        return apply(Plan(tuple(self.plan(**more))), RecordingReporter())
+
+    def fail(self, **more: Any) -> SparkserveError:
+        with pytest.raises(SparkserveError) as caught:
+            self.apply(**more).raise_failures()
+        return flatten(caught.value)[0]
+
+    def wanted(self, **more: Any) -> None:
+        """Let the pair run as wanted already."""
+        for node, (role, spec) in zip(self.nodes, self.launch().specs.items(), strict=True):
+            del role
+            rank = 0 if node is self.head else 1
+            node.containers = [ours(rank, spec=spec.digest, **more)]
+
+    def later(self, seconds: float, act: Callable[[], Any]) -> None:
+        threading.Timer(seconds, act).start()
+
+    def started(self, node: DockerNode) -> Container:
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            if node.containers and node.containers[0].id.startswith("new-"):
+                return node.containers[0]
+            time.sleep(0.01)
+        raise AssertionError("no container was started")
+
+    def when_both_run(self, act: Callable[[Container, Container], Any]) -> None:
+        threading.Thread(target=lambda: act(self.started(self.head), self.started(self.worker)), daemon=True).start()
+
+
+NAME = make_deployment().recipe.parameters.model_name
+
+
+def good(request: httpx.Request) -> httpx.Response:
+    if request.url.path == "/v1/models":
+        return httpx.Response(200, json={"data": [{"id": NAME}]})
+    if request.url.path == "/health":
+        return httpx.Response(200)
+    choice = {"message": {"content": "a"}, "finish_reason": "length"}
+    return httpx.Response(200, json={"choices": [choice], "usage": {"completion_tokens": 1}})
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
+
+
+def told(changes: list[Any]) -> list[tuple[str, str, str]]:
+    return [(change.node, change.resource, change.before) for change in changes]
+
+
+# -- plan -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pair_that_answers_as_wanted_needs_no_change(scene: Scene) -> None:
+    scene.wanted()
+    assert scene.plan(serving="answers") == []
+
+
+def test_a_pair_that_still_loads_is_only_waited_for(scene: Scene) -> None:
+    scene.wanted()
+    assert told(scene.plan(serving="loads")) == [("head", "ready", "no answer")]
+
+
+def test_nothing_there(scene: Scene) -> None:
+    changes = scene.plan(needs=("head/build/image",))
+    assert told(changes) == [
+        ("worker", "sparkserve-rank1", "absent"),
+        ("head", "sparkserve-rank0", "absent"),
+        ("head", "ready", "no answer"),
+    ]
+    assert {change.step for change in changes} == {"start"}
+    assert "head/build/image" in changes[0].needs
+    assert changes[0].key in changes[1].needs
+    assert changes[1].key in changes[2].needs
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda scene: scene.worker.containers.clear(), "worker: absent"),
+        (lambda scene: scene.worker.containers[0].end(1), "worker: exited (exit code 1)"),
+        (lambda scene: scene.head.containers[0].end(137, oom_killed=True), "head: killed by the kernel for memory"),
+        (lambda scene: scene.head.containers[0].labels.update({"sparkserve.spec": "sha256:old"}), "older spec, old"),
+        (lambda scene: scene.head.containers[0].processes.pop(), "running without a working engine process"),
+        (lambda scene: scene.worker.containers[0].labels.update({"sparkserve.run": "other"}), "its peer is not"),
+    ],
+)
+def test_whatever_is_wrong_both_ranks_are_replaced(scene: Scene, spoil: Callable[[Scene], Any], words: str) -> None:
+    scene.wanted()
+    spoil(scene)
+    changes = scene.plan(serving="answers")
+    assert [change.resource for change in changes] == ["old pair", "sparkserve-rank1", "sparkserve-rank0", "ready"]
+    assert words.replace("head: killed", "head: exited (killed") in changes[0].before
+    assert changes[0].disturbs
+    assert all(change.before != change.after for change in changes)
+    assert changes[0].key in changes[1].needs
+
+
+def test_a_pair_that_is_broken_inside_is_replaced(scene: Scene) -> None:
+    scene.wanted()
+    assert [change.before for change in scene.plan(serving="broken")][1:3] == ["running, does not serve"] * 2
+
+
+def test_a_stranger_with_our_name_is_refused_on_both_nodes(scene: Scene) -> None:
+    for node, name in zip(scene.nodes, ("sparkserve-rank0", "sparkserve-rank1"), strict=True):
+        node.containers = [Container(name, {"app": "other"}), Container("web", {})]
+    with pytest.raises(SparkserveError) as caught:
+        scene.plan()
+    errors = flatten(caught.value)
+    assert [(error.code, error.node, error.exit_code) for error in errors] == [
+        ("name_taken", "head", EXIT_NOT_READY),
+        ("name_taken", "worker", EXIT_NOT_READY),
+    ]
+    assert scene.head.events == scene.worker.events == []
+
+
+# -- start ------------------------------------------------------------------------------------------------------------
+
+
+def test_start_worker_then_head_and_wait_for_an_answer(scene: Scene) -> None:
+    scene.later(0.6, lambda: setattr(scene, "answers", good))
+    report = scene.apply()
+    report.raise_failures()
+    assert scene.worker.events == ["mkdir 3", "create sparkserve-rank1", "start sparkserve-rank1"]
+    assert scene.head.events == ["mkdir 3", "create sparkserve-rank0", "start sparkserve-rank0"]
+    assert scene.worker.containers[0].started < scene.head.containers[0].started
+    assert scene.requests[-1] == "/v1/chat/completions"
+    assert f"answered through {NAME}" in report.applied[-1].proof
+    assert {node.containers[0].labels["sparkserve.run"] for node in scene.nodes} == {"run-2"}
+    assert scene.plan(serving="answers") == []
+
+
+def test_an_old_pair_goes_before_the_new_one_comes_rank_0_first(scene: Scene) -> None:
+    scene.head.containers, scene.worker.containers = [ours(0, log=[(1.0, "old words")])], [ours(1)]
+    scene.answers = good
+    order: list[str] = []
+    scene.head.events = scene.worker.events = order
+    scene.apply(serving="answers").raise_failures()
+    assert order[:4] == [
+        "SIGTERM sparkserve-rank0",
+        "remove sparkserve-rank0",
+        "SIGTERM sparkserve-rank1",
+        "remove sparkserve-rank1",
+    ]
+    assert order.index("create sparkserve-rank1") > 3
+    assert [line.text for line in read_saved(scene.directory / "runs", "run-1", LogQuery())] == ["old words"]
+
+
+def test_a_rank_that_dies_ends_both_at_once_with_its_reason(scene: Scene) -> None:
+    def act(head: Container, worker: Container) -> None:
+        worker.say("[tensorfold] rank 1: layers 0..19 loaded (1 s, 40 GiB)")
+        worker.say("Traceback (most recent call last):")
+        worker.say("  File 'engine.py', line 7, in load sk-very-secret")
+        worker.say("ValueError: shard 7 is short; key sk-very-secret")
+        time.sleep(0.05)
+        head.say("RuntimeError: NCCL error 6: remote process exited")
+        worker.end(3)
+
+    scene.when_both_run(act)
+    begun = time.monotonic()
+    error = scene.fail()
+    assert time.monotonic() - begun < 3
+    assert (error.code, error.node) == ("rank_ended", "worker")
+    assert "rank 1 ended after" in error.message
+    assert "in phase 'loading layers 19': exit code 3" in error.message
+    assert "first error, rank 1 at" in error.details
+    assert "ValueError: shard 7 is short; key ***" in error.details
+    assert "sk-very-secret" not in error.details
+    assert scene.head.containers == scene.worker.containers == []
+    assert saved_runs(scene.directory / "runs") == ["run-2"]
+    saved = (scene.directory / "runs" / "run-2" / "rank1.log").read_text()
+    assert "Traceback" in saved
+    assert "sk-very-secret" not in saved
+    assert (scene.directory / "runs" / "run-2" / "rank0.log").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_known_failure_of_the_log_ends_the_wait_with_cause_and_advice(scene: Scene) -> None:
+    scene.when_both_run(lambda head, worker: head.say("[tensorfold] WARNING: no Engram tables (TF_DS_ENGRAM)"))
+    error = scene.fail()
+    assert (error.code, error.node) == ("engine_failed", "head")
+    assert "cause: the engine found no Engram tables" in error.details
+    assert error.hint.startswith("sparkserve weights verify")
+    assert "sparkserve logs --run run-2" in error.hint
+    assert scene.head.containers == scene.worker.containers == []
+
+
+def test_a_warning_of_the_log_is_told_and_ends_nothing(scene: Scene) -> None:
+    def act(head: Container, worker: Container) -> None:
+        head.say("kernel: NVRM: nvCheckOkFailed NV_ERR_NO_MEMORY")
+        time.sleep(0.6)
+        scene.answers = good
+
+    scene.when_both_run(act)
+    report = scene.apply()
+    report.raise_failures()
+    assert "warning: the driver found no free memory" in report.applied[-1].proof
+
+
+def test_the_kernel_killed_a_rank(scene: Scene) -> None:
+    scene.when_both_run(lambda head, worker: head.end(137, oom_killed=True))
+    assert "killed by the kernel for memory, exit code 137" in scene.fail().message
+
+
+def test_a_container_that_vanished(scene: Scene) -> None:
+    scene.when_both_run(lambda head, worker: scene.worker.containers.remove(worker))
+    error = scene.fail()
+    assert "its container was removed" in error.message
+    assert scene.head.containers == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "words"),
+    [
+        (lambda _r: httpx.Response(200, json={"data": [{"id": "other"}]}), "model_name", "serves other, not"),
+        (lambda _r: httpx.Response(401, text="key?"), "endpoint_refused", "HTTP 401"),
+    ],
+)
+def test_http_that_will_never_answer_ends_the_wait(
+    scene: Scene, answer: Callable[[httpx.Request], httpx.Response], code: str, words: str
+) -> None:
+    scene.answers = answer
+    begun = time.monotonic()
+    error = scene.fail()
+    assert time.monotonic() - begun < 3
+    assert error.code == code
+    assert words in error.message
+    assert scene.head.containers == scene.worker.containers == []
+
+
+def test_health_alone_is_not_ready(scene: Scene) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return good(request) if request.method == "GET" else httpx.Response(500, text="EngineCore issue")
+
+    scene.answers = answer
+    scene.recipe = {"later_seconds": 2}
+    error = scene.fail()
+    assert error.code == "start_timeout"
+    assert "rank 0: no phase seen" in error.message
+    assert scene.requests.count("/v1/chat/completions") >= 2
+
+
+def test_the_first_start_has_a_deadline_of_its_own(scene: Scene) -> None:
+    scene.recipe = {"first_seconds": 1, "later_seconds": 100}
+    assert "no answer within 1 s" in scene.fail(first_start=True).message
+
+
+def test_the_warm_up_is_part_of_the_start(scene: Scene) -> None:
+    sizes: list[int] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            sizes.append(len(json.loads(request.content)["messages"][0]["content"].split()))
+        return good(request)
+
+    scene.answers = answer
+    scene.recipe = {"warm_up_tokens": 2000}
+    scene.apply().raise_failures()
+    assert sizes == [1, 1500]
+
+
+@pytest.mark.parametrize(
+    ("daemon", "code"),
+    [
+        ("No such image: sparkserve/x:1", "image_missing"),
+        ("invalid mount config: bind source path does not exist: /a", "mount_missing"),
+        ('Conflict. The container name "/sparkserve-rank0" is already in use by container "9"', "name_taken"),
+        ('could not select device driver "" with capabilities: [[gpu]]', "gpu_refused"),
+        ("something else", "docker_refused"),
+    ],
+)
+def test_a_head_that_cannot_start_takes_the_worker_back(scene: Scene, daemon: str, code: str) -> None:
+    scene.head.refusal = daemon
+    error = scene.fail()
+    assert (error.code, error.node) == (code, "head")
+    assert daemon in error.details
+    assert scene.worker.containers == []
+    assert "SIGKILL sparkserve-rank1" in scene.worker.events
+
+
+def test_an_interrupt_while_waiting_takes_both_back(scene: Scene) -> None:
+    changes = scene.plan()
+    for change in changes[:2]:
+        change.action(RecordingWork())
+    with pytest.raises(Cancelled):
+        changes[2].action(RecordingWork(cancel_after=1))
+    assert scene.head.containers == scene.worker.containers == []
+
+
+def test_an_interrupt_between_the_ranks_takes_the_first_back(scene: Scene) -> None:
+    worker = scene.plan()[0]
+    with pytest.raises(Cancelled):
+        worker.action(RecordingWork(cancel_after=0))
+    assert scene.worker.containers == []
+
+
+def test_a_worker_that_falls_silent_ends_the_wait_and_the_head(scene: Scene) -> None:
+    lost = SparkserveError("connection_lost", "the SSH connection ended", node="worker", exit_code=EXIT_COULD_NOT_LOOK)
+
+    def act(head: Container, worker: Container) -> None:
+        time.sleep(0.3)
+
+        def silent(**_fields: Any) -> Any:
+            raise lost
+
+        answers = cast("Any", scene.worker.session)._answers
+        answers["facts"] = silent
+
+    scene.when_both_run(act)
+    error = scene.fail()
+    assert (error.code, error.exit_code, error.node) == ("node_silent", EXIT_COULD_NOT_LOOK, "worker")
+    assert scene.head.containers == []
+    assert "not cleaned up: worker: the SSH connection ended" in error.details
+
+
+def test_progress_tells_both_ranks(scene: Scene) -> None:
+    def act(head: Container, worker: Container) -> None:
+        head.say("[tensorfold] rank 0: layers 0..9 loaded (1 s)")
+        worker.say("[tensorfold] rank 1: layers 0..4 loaded (1 s)")
+        time.sleep(0.9)
+        scene.answers = good
+
+    scene.when_both_run(act)
+    reporter = RecordingReporter()
+    apply(Plan(tuple(scene.plan())), reporter).raise_failures()
+    notes = [text for kind, key, *rest in reporter.events if kind == "note" for text in rest]
+    assert any(
+        "rank 0: loading layers 9; rank 1: loading layers 4; HTTP closed; 95.4 / 95.4 GiB available" in text
+        for text in notes
+    ), notes
+
+
+# -- stop -------------------------------------------------------------------------------------------------------------
+
+
+def stopping(scene: Scene, **more: Any) -> Stopping:
+    return Stopping(scene.directory / "runs", **more)
+
+
+def test_stop_ends_rank_0_first_and_only_what_is_ours(scene: Scene) -> None:
+    order: list[str] = []
+    scene.head.containers, scene.worker.containers = [ours(0), Container("web", {})], [ours(1)]
+    scene.head.events = scene.worker.events = order
+    report = stop(scene.cluster, stopping(scene))
+    assert order == [
+        "SIGTERM sparkserve-rank0",
+        "remove sparkserve-rank0",
+        "SIGTERM sparkserve-rank1",
+        "remove sparkserve-rank1",
+    ]
+    assert [container.name for container in scene.head.containers] == ["web"]
+    assert "ended in order" in report.summary
+    assert "nothing of ours is left" in report.summary
+
+
+def test_stop_when_nothing_runs(scene: Scene) -> None:
+    assert stop(scene.cluster, stopping(scene)).summary == "nothing of ours was running"
+    assert plan_stop(scene.cluster, scene.cluster.on_both(gather), stopping(scene)) == []
+
+
+def test_stop_clears_leftovers(scene: Scene) -> None:
+    scene.worker.containers = [ours(1)]
+    scene.worker.containers[0].end(1)
+    assert "was not running" in stop(scene.cluster, stopping(scene)).summary
+    assert scene.worker.events == ["remove sparkserve-rank1"]
+
+
+def test_a_rank_that_ignores_the_signal_is_killed_after_its_time(scene: Scene) -> None:
+    scene.head.containers = [ours(0, ignores_sigterm=True)]
+    notes: list[str] = []
+    assert "killed after 1 s" in stop(scene.cluster, stopping(scene, tell=notes.append)).summary
+    assert scene.head.events == ["SIGTERM sparkserve-rank0", "SIGKILL sparkserve-rank0", "remove sparkserve-rank0"]
+    assert any("still there after 1 s" in note for note in notes)
+
+
+def test_force_kills(scene: Scene) -> None:
+    scene.head.containers, scene.worker.containers = [ours(0)], [ours(1)]
+    stop(scene.cluster, stopping(scene, force=True))
+    assert [node.events[0] for node in scene.nodes] == ["SIGKILL sparkserve-rank0", "SIGKILL sparkserve-rank1"]
+
+
+def test_stop_waits_for_memory(scene: Scene) -> None:
+    scene.head.containers, scene.worker.containers = [ours(0)], [ours(1)]
+    scene.head.available_kb = scene.worker.available_kb = 5_000_000
+    for seconds, kb in ((0.6, 60_000_000), (1.2, 118_000_000)):
+        scene.later(seconds, lambda kb=kb: setattr(scene.head, "available_kb", kb))  # type: ignore[misc]
+    notes: list[str] = []
+    report = stop(scene.cluster, stopping(scene, tell=notes.append))
+    assert report.memory["head"] == (5_000_000 * 1024, 118_000_000 * 1024)
+    assert "+107.8 GiB available" in report.summary
+    assert any("memory comes back" in note for note in notes)
+
+
+def test_a_node_that_cannot_be_asked_is_told_and_the_other_is_stopped(scene: Scene) -> None:
+    gone = SparkserveError("ssh_timeout", "no answer", node="worker", exit_code=EXIT_COULD_NOT_LOOK)
+    scene.head.containers = [ours(0)]
+    scene.worker.session = FakeSession({"facts": gone})
+    with pytest.raises(SparkserveError) as caught:
+        stop(scene.cluster, stopping(scene))
+    assert (caught.value.exit_code, caught.value.node) == (EXIT_COULD_NOT_LOOK, "worker")
+    assert scene.head.containers == []
+    facts, _ = scene.cluster.try_both(gather)
+    assert "worker: could not be asked" in plan_stop(scene.cluster, facts, stopping(scene))[0].before
+
+
+def test_a_container_that_survives_is_an_error_and_the_other_is_still_ended(scene: Scene) -> None:
+    scene.head.containers, scene.worker.containers = [ours(0)], [ours(1)]
+    head = cast("Any", scene.head)
+    head.remove_container = lambda _id, force: None
+    with pytest.raises(SparkserveError) as caught:
+        stop(scene.cluster, stopping(scene))
+    assert [(error.code, error.node) for error in flatten(caught.value)] == [("still_there", "head")]
+    assert scene.worker.containers == []
+
+
+def test_a_log_that_cannot_be_kept_does_not_keep_a_rank_alive(scene: Scene) -> None:
+    scene.head.containers = [ours(0)]
+    (scene.directory / "runs").write_text("a file in the way")
+    notes: list[str] = []
+    stop(scene.cluster, stopping(scene, tell=notes.append))
+    assert scene.head.containers == []
+    assert any("its log could not be kept" in note for note in notes)
+
+
+# -- logs -------------------------------------------------------------------------------------------------------------
+
+
+def test_logs_of_both_ranks_in_the_order_of_time(scene: Scene) -> None:
+    now = time.time()
+    scene.head.containers = [ours(0, log=[(now - 30, "a"), (now - 10, "c sk-very-secret")])]
+    scene.worker.containers = [ours(1, log=[(now - 20, "b"), (now - 5, "d")])]
+    query = LogQuery(secrets=(SecretStr("sk-very-secret"),))
+
+    def texts(**more: Any) -> list[tuple[int, str]]:
+        return [(line.rank, line.text) for line in read_logs(scene.cluster, replace(query, **more))]
+
+    assert texts() == [(0, "a"), (1, "b"), (0, "c ***"), (1, "d")]
+    assert texts(rank=1) == [(1, "b"), (1, "d")]
+    assert texts(grep="[ad]$") == [(0, "a"), (1, "d")]
+    assert texts(tail=1) == [(0, "c ***"), (1, "d")]
+    assert texts(since=12.0) == [(0, "c ***"), (1, "d")]
+    with pytest.raises(SparkserveError, match="no regular expression"):
+        texts(grep="(")
+
+
+def test_following_gives_each_line_once(scene: Scene) -> None:
+    scene.head.containers, scene.worker.containers = [ours(0)], [ours(1)]
+    scene.head.containers[0].say("first")
+    lines = read_logs(scene.cluster, LogQuery(follow=True))
+    assert next(lines).text == "first"
+    scene.later(0.2, lambda: scene.worker.containers[0].say("second"))
+    scene.later(0.9, lambda: scene.head.containers[0].say("third"))
+    assert [next(lines).text, next(lines).text] == ["second", "third"]
+
+
+def test_logs_of_a_pair_with_a_lost_node(scene: Scene) -> None:
+    scene.head.containers = [ours(0, log=[(1.0, "still here")])]
+    gone = SparkserveError("ssh_timeout", "no answer", node="worker", exit_code=EXIT_COULD_NOT_LOOK)
+    scene.worker.session = FakeSession({"facts": gone})
+    lines = read_logs(scene.cluster, LogQuery())
+    assert next(lines).text == "still here"
+    with pytest.raises(SparkserveError) as caught:
+        next(lines)
+    assert caught.value.exit_code == EXIT_COULD_NOT_LOOK
+
+
+def test_logs_when_nothing_is_there(scene: Scene) -> None:
+    with pytest.raises(SparkserveError) as caught:
+        next(read_logs(scene.cluster, LogQuery()))
+    assert caught.value.code == "not_running"

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sparkserve.cluster import Cluster
+from sparkserve.endpoint import Endpoint
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
+from sparkserve.recipe import load_recipe
+from sparkserve.status_look import Question, Status, look
+from tests.component.docker_node import DockerNode, ours
+from tests.fakes import FakeSession, make_cluster
+from tests.lab_tests.stand_in_pair import Pair, wait_until
+
+WORDS = " ".join(f"word{number}" for number in range(20_000))
+
+
+def make_pair(head: DockerNode, worker: DockerNode) -> Cluster:
+    return make_cluster(head=head.session, worker=worker.session)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    serving = Pair(tmp_path / "pair")
+    try:
+        serving.start_and_wait()
+        yield serving
+    finally:
+        serving.stop()
+
+
+@pytest.fixture
+def question(pair: Pair, tmp_path: Path) -> Iterator[Question]:
+    endpoint = Endpoint(f"http://127.0.0.1:{pair.port}", "flash")
+    recipe = load_recipe("tensorfold-1017")
+    counters = recipe.counters
+    assert counters is not None
+    recipe = recipe.model_copy(update={"counters": counters.model_copy(update={"stalled_seconds": 2})})
+    cluster = make_pair(DockerNode(ours(0)), DockerNode(ours(1)))
+    yield Question(cluster, recipe, endpoint, tmp_path / "state" / "movement.json", patience=1.0)
+    endpoint.close()
+
+
+def in_background(pair: Pair, text: str, **keys: object) -> Callable[[], None]:
+    thread = threading.Thread(target=lambda: pair.chat(text, **keys), daemon=True)
+    thread.start()
+    wait_until(lambda: pair.metrics()["tensorfold:requests_running"] > 0)
+    return lambda: thread.join(20)
+
+
+def told(status: Status) -> str:
+    return "; ".join(status.verdict.reasons)
+
+
+def test_idle(question: Question, pair: Pair) -> None:
+    before = pair.metrics()["tensorfold:generation_tokens_total"]
+    begun = time.monotonic()
+    status = look(question)
+    assert status.verdict.state == "running", told(status)
+    assert time.monotonic() - begun < 0.8
+    assert pair.metrics()["tensorfold:generation_tokens_total"] - before == 1
+    data = status.data()
+    assert (data["requests_running"], data["tokens_per_second"]) == (0, None)
+    assert data["nodes"]["worker"]["memory_available_bytes"] == 100_000_000 * 1024
+    assert 0 <= data["uptime_seconds"] < 60
+
+
+def test_busy_is_proved_by_counters_and_not_disturbed(question: Question, pair: Pair) -> None:
+    pair.script(decode_tokens_per_second=100)
+    finish = in_background(pair, "hello", max_tokens=400, ignore_eos=True)
+    status = look(question)
+    assert status.verdict.state == "running", told(status)
+    assert "busy (1 running, 0 waiting); the counters move" in told(status)
+    assert 50 < status.data()["tokens_per_second"] < 200
+    pair.script(decode_tokens_per_second=100_000)
+    finish()
+    assert pair.metrics()["tensorfold:requests_total"] == 1, "a busy engine was sent a request of ours"
+
+
+def test_a_long_prefill_is_busy(question: Question, pair: Pair) -> None:
+    pair.script(prefill_tokens_per_second=8000)
+    finish = in_background(pair, WORDS, max_tokens=1)
+    status = look(question)
+    assert (status.verdict.state, status.verdict.exit_code) == ("running", 0), told(status)
+    assert "counters move" in told(status)
+    pair.script(prefill_tokens_per_second=10_000_000)
+    finish()
+
+
+def test_stalled_is_known_after_the_limit_over_several_looks(question: Question, pair: Pair) -> None:
+    pair.script(stalled=True)
+    finish = in_background(pair, "hello", max_tokens=3)
+    first = look(question)
+    assert first.verdict.state == "running"
+    assert "no counter moved for 1 s; it counts as stalled from 2 s on" in told(first)
+    second = look(question)
+    assert (second.verdict.state, second.verdict.exit_code) == ("stalled", 5), told(second)
+    pair.script()
+    finish()
+    assert look(question).verdict.state == "running"
+    assert not question.movement_file.exists()
+
+
+def test_movement_of_another_container_says_nothing(question: Question, pair: Pair) -> None:
+    pair.script(stalled=True)
+    finish = in_background(pair, "hello", max_tokens=3)
+    look(question)
+    newer = make_pair(DockerNode(ours(0, id="another")), DockerNode(ours(1)))
+    assert look(replace(question, cluster=newer)).verdict.state == "running"
+    pair.script()
+    finish()
+
+
+def test_an_unreadable_memory_of_movement_begins_anew(question: Question, pair: Pair) -> None:
+    question.movement_file.parent.mkdir()
+    question.movement_file.write_text('{"container": "id-')
+    pair.script(stalled=True)
+    finish = in_background(pair, "hello", max_tokens=3)
+    assert look(question).verdict.state == "running"
+    pair.script()
+    finish()
+
+
+def test_an_idle_engine_that_hangs_is_stalled(question: Question, pair: Pair) -> None:
+    pair.script(completions="hang")
+    begun = time.monotonic()
+    status = look(question)
+    assert status.verdict.state == "stalled", told(status)
+    assert time.monotonic() - begun < 7
+    assert "within 5 s" in told(status)
+
+
+def test_failing_completions_are_degraded(question: Question, pair: Pair) -> None:
+    pair.script(completions="fail")
+    status = look(question)
+    assert (status.verdict.state, status.verdict.exit_code) == ("degraded", 5)
+    assert "the engine failed, as scripted" in told(status)
+
+
+def test_another_model_name_is_degraded(question: Question, pair: Pair) -> None:
+    pair.script(wrong_model_name="other")
+    assert "`flash` does not exist" in told(look(question))
+
+
+def test_a_failing_health_is_degraded_though_it_answers(question: Question, pair: Pair) -> None:
+    pair.script(health="fail")
+    status = look(question)
+    assert status.verdict.state == "degraded"
+    assert "/health answers HTTP 503" in told(status)
+
+
+def test_a_lost_rank_is_seen_though_health_says_ok(question: Question, pair: Pair) -> None:
+    pair.ranks[1].kill()
+    wait_until(lambda: "the lane is broken" in pair.log(0))
+    assert pair.client.get("/health").status_code == 200
+    # the container's state lags in this test: only the completion can tell
+    status = look(question)
+    assert status.verdict.state == "degraded", told(status)
+    assert "this lane lost a rank" in told(status)
+
+
+def test_a_broken_lane_in_the_log_is_enough(question: Question, pair: Pair) -> None:
+    head = DockerNode(ours(0, log=[(time.time(), "[tensorfold] the lane is broken (rank 1: gone); every step fails")]))
+    status = look(replace(question, cluster=make_pair(head, DockerNode(ours(1)))))
+    assert status.verdict.state == "degraded"
+    assert "a rank is lost" in told(status)
+    assert pair.metrics()["tensorfold:requests_total"] == 0
+
+
+def test_closed_http_is_starting_with_the_phase_of_each_rank(question: Question, pair: Pair) -> None:
+    pair.stop()
+    head = DockerNode(ours(0, log=[(time.time(), "[tensorfold] rank 0: layers 0..19 loaded (3 s, 40 GiB)")]))
+    status = look(replace(question, cluster=make_pair(head, DockerNode(ours(1)))))
+    assert (status.verdict.state, status.verdict.exit_code) == ("starting", 5)
+    assert "rank 0: loading layers 19" in told(status)
+
+
+def test_a_node_that_cannot_be_asked_makes_it_unknown(question: Question) -> None:
+    gone = SparkserveError("ssh_timeout", "no answer", node="worker", exit_code=EXIT_COULD_NOT_LOOK)
+    cluster = make_cluster(head=DockerNode(ours(0)).session, worker=FakeSession({"facts": gone}))
+    status = look(replace(question, cluster=cluster))
+    assert (status.verdict.state, status.verdict.exit_code) == ("unknown", 6)
+    assert status.unseen["worker"].code == "ssh_timeout"
+    assert status.data()["nodes"]["head"]["container"] == "running"
+
+
+@pytest.mark.parametrize("problem", ["missing", "refused", "permission", "timeout"])
+def test_a_docker_engine_that_cannot_be_asked_is_no_empty_one(question: Question, problem: str) -> None:
+    def facts(docker: list[str], **_fields: object) -> dict[str, object]:
+        return {"time": 1.0, "files": {"/proc/meminfo": ""}, "docker": {path: {"error": problem} for path in docker}}
+
+    cluster = make_cluster(head=FakeSession({"facts": facts}), worker=DockerNode().session)
+    status = look(replace(question, cluster=cluster))
+    assert status.verdict.state == "unknown"
+    assert problem in told(status)
+
+
+def test_a_stranger_on_the_port_is_not_asked_while_nothing_of_ours_runs(question: Question, pair: Pair) -> None:
+    status = look(replace(question, cluster=make_pair(DockerNode(), DockerNode())))
+    assert status.verdict.state == "stopped"
+    assert pair.metrics()["tensorfold:requests_total"] == 0

@@ -1,0 +1,415 @@
+"""Weights on both nodes: planned from facts, brought there, and proved by content."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sparkserve import weights
+from sparkserve.cluster import ROLES, Node, Role
+from sparkserve.errors import SparkserveError
+from sparkserve.hosts import Host, LocalHost, Process
+from sparkserve.inventory import PARTIALS, list_items
+from sparkserve.node_copy import Copy, CopyLimits, copy
+from sparkserve.plan import ApplyReport, Cancelled
+from tests.component.weights_stage import KIB, Pair, Recorder, pair, serving
+from tests.lab.hub import Hub
+from tests.lab.model_repo import make_bench_repo
+from tests.lab.repo_store import ModelRepo
+
+SIZES = [3 << 20, 700 * KIB, 300 * KIB, 5]
+LARGE, SMALL = "file-00001.bin", "config.json"
+QUICK = CopyLimits(stall_seconds=0.6, tries=2, first_wait=0.05, longest_wait=0.1)
+
+
+@pytest.fixture(scope="module")
+def repo(tmp_path_factory: pytest.TempPathFactory) -> ModelRepo:
+    made = make_bench_repo(tmp_path_factory.mktemp("repos"), SIZES)
+    made.change(SMALL, b'{"hidden_size": 4096}', branch="main")
+    return made
+
+
+@pytest.fixture
+def hub(repo: ModelRepo) -> Iterator[Hub]:
+    with serving(repo.root) as running:
+        yield running
+
+
+@pytest.fixture
+def stage(repo: ModelRepo, hub: Hub, tmp_path: Path) -> Iterator[Pair]:
+    with pair(repo, hub.endpoint, tmp_path) as found:
+        yield found
+
+
+def summary(stage: Pair) -> list[tuple[str, str, str, str]]:
+    return [(change.node, change.step, change.resource, change.before) for change in stage.changes()]
+
+
+def succeed(stage: Pair) -> ApplyReport:
+    """Carry out the plan; afterwards both nodes are whole and nothing is left to do."""
+    report = stage.apply()
+    report.raise_failures()
+    assert report.not_reached == []
+    stage.assert_whole()
+    assert stage.changes() == []
+    return report
+
+
+def put_back_times(path: Path, before: os.stat_result) -> None:
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+# -- the line ---------------------------------------------------------------------------------------------------------
+
+
+def test_everything_missing_is_planned_largest_first_and_joined_by_needs(stage: Pair, hub: Hub) -> None:
+    changes = stage.changes()
+    head = [change for change in changes if change.node == "head"]
+    worker = [change for change in changes if change.node == "worker"]
+    assert [change.size for change in head] == sorted((change.size for change in head), reverse=True)
+    assert {(change.step, change.lane, change.before) for change in head} == {("download", "download", "missing")}
+    assert {(change.step, change.lane, change.before) for change in worker} == {("sync", "copy", "missing")}
+    assert [change.needs for change in worker] == [(change.key,) for change in head]
+    assert all(change.after.startswith(("sha256:", "git-sha1:")) for change in changes)
+    assert hub.log() == []
+
+
+def test_download_and_sync_end_proved_on_both_nodes(stage: Pair) -> None:
+    report = succeed(stage)
+    assert len(report.applied) == 2 * (len(SIZES) + 1)
+    assert all("sha" in applied.proof for applied in report.applied)
+    for role in ROLES:
+        assert list((stage.path(role, PARTIALS)).iterdir()) == []
+
+
+def test_a_file_goes_to_the_worker_while_others_still_come(stage: Pair, hub: Hub) -> None:
+    hub.control(rate=4_000_000)
+    report = succeed(stage)
+    last_download = max(item.ended for item in report.applied if item.change.step == "download")
+    assert min(item.ended for item in report.applied if item.change.step == "sync") < last_download
+
+
+def test_what_is_proved_is_not_read_again(stage: Pair) -> None:
+    succeed(stage)
+    assert weights.verify(stage.deployment) == weights.Verification((), len(SIZES) + 1, 0)
+    full = weights.verify(stage.deployment, full=True)
+    assert (full.findings, full.hashed) == ((), 2 * stage.manifest.total_bytes)
+
+
+def test_right_files_of_unknown_hash_are_proved_in_place(stage: Pair, hub: Hub) -> None:
+    stage.fill("head", "worker")
+    assert {(row[0], row[3]) for row in summary(stage)} == {("head", "not proved"), ("worker", "not proved")}
+    inodes = {role: stage.path(role, LARGE).stat().st_ino for role in ROLES}
+    succeed(stage)
+    assert {role: stage.path(role, LARGE).stat().st_ino for role in ROLES} == inodes
+    assert hub.log() == []
+
+
+def test_the_head_fetches_from_the_worker_what_that_one_holds_proved(stage: Pair, hub: Hub) -> None:
+    stage.fill("worker")
+    weights.verify(stage.deployment)
+    assert {change.lane for change in stage.changes()} == {"copy"}
+    succeed(stage)
+    assert hub.log() == []
+
+
+def test_a_file_of_the_worker_that_rots_meanwhile_comes_from_the_hub(stage: Pair, hub: Hub) -> None:
+    stage.fill("worker")
+    weights.verify(stage.deployment)
+    changes = [change for change in stage.changes() if change.resource == f"model/{LARGE}"]
+    with stage.path("worker", LARGE).open("r+b") as file:
+        file.write(b"rot")
+    work = Recorder()
+    assert "from the hub" in changes[0].action(work)
+    assert any("not from the worker" in note for note in work.notes)
+    assert stage.path("head", LARGE).read_bytes() == stage.repo.source(LARGE).read_bytes()
+    assert any(entry["host"] == "content" for entry in hub.log())
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_flipped_byte_is_seen_and_healed_also_with_its_time_put_back(stage: Pair, role: Role) -> None:
+    succeed(stage)
+    path = stage.path(role, LARGE)
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(100)
+        byte = file.read(1)[0]
+        file.seek(100)
+        file.write(bytes([byte ^ 1]))
+    put_back_times(path, before)
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    (row,) = summary(stage)
+    assert row == (role, "download" if role == "head" else "sync", f"model/{LARGE}", "not proved")
+    (finding,) = weights.verify(stage.deployment).findings
+    assert (finding.node, finding.problem) == (role, "wrong content")
+    assert finding.path.endswith(LARGE)
+    succeed(stage)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_truncated_missing_linked_and_replaced_files(stage: Pair, role: Role, tmp_path: Path) -> None:
+    succeed(stage)
+    other = tmp_path / "other"
+    other.write_bytes(stage.repo.source(LARGE).read_bytes())
+    stage.path(role, LARGE).unlink()
+    stage.path(role, LARGE).symlink_to(other)
+    os.truncate(stage.path(role, "file-00002.bin"), 1000)
+    stage.path(role, SMALL).unlink()
+    with stage.path(role, "file-00003.bin").open("ab") as file:
+        file.write(b"more")
+    before = {row[2].removeprefix("model/"): row[3] for row in summary(stage)}
+    expected = {LARGE: "link", "file-00002.bin": "short", SMALL: "missing", "file-00003.bin": "long"}
+    assert before == expected
+    found = {Path(row.path).name: row.problem for row in weights.verify(stage.deployment).findings}
+    assert found == expected
+    other.write_bytes(b"must stay")
+    succeed(stage)
+    assert other.read_bytes() == b"must stay"
+
+
+def test_a_directory_in_place_of_a_file_is_an_error_that_names_it(stage: Pair) -> None:
+    succeed(stage)
+    stage.path("worker", SMALL).unlink()
+    stage.path("worker", SMALL).mkdir()
+    with pytest.raises(SparkserveError, match=SMALL):
+        stage.apply().raise_failures()
+    assert stage.path("worker", SMALL).is_dir()
+
+
+def test_extra_files_are_told_and_left_alone(stage: Pair) -> None:
+    extra = stage.path("worker", "sub/notes with ünïcode.txt")
+    extra.parent.mkdir(parents=True)
+    extra.write_bytes(b"mine")
+    succeed(stage)
+    found = weights.verify(stage.deployment)
+    assert [(row.node, row.problem) for row in found.findings] == [("worker", "extra")]
+    assert found.holds
+    assert extra.read_bytes() == b"mine"
+
+
+def test_a_wrong_file_of_the_hub_stops_what_needs_it_only(stage: Pair, hub: Hub) -> None:
+    hub.fault("wrong_byte", match={"host": "content", "path_regex": LARGE}, offset=7)
+    report = stage.apply()
+    assert [(change.resource, error.code) for change, error in report.failed] == [(f"model/{LARGE}", "wrong_content")]
+    assert [change.key for change in report.not_reached] == [f"worker/sync/model/{LARGE}"]
+    assert len(report.applied) == 2 * len(SIZES)
+    assert not stage.path("head", LARGE).exists()
+
+
+def test_bytes_missing_counts_what_is_under_way(stage: Pair) -> None:
+    lock, total = stage.deployment.lock, stage.manifest.total_bytes
+    assert weights.bytes_missing(lock, stage.facts()["head"]) == total
+    (item,) = [item for item in list_items(lock) if item.file.path == LARGE]
+    partial = Path(item.partial_path(stage.node("worker")))
+    partial.parent.mkdir(parents=True)
+    with partial.open("wb") as file:
+        file.write(stage.repo.source(LARGE).read_bytes()[: 1 << 20])
+        file.truncate(SIZES[0])  # a hole is not there yet
+    facts = stage.facts()["worker"]
+    assert weights.bytes_missing(lock, facts) == total - (1 << 20)
+    assert "missing, 33 % under way" in [row[3] for row in summary(stage)]
+    succeed(stage)
+    assert weights.bytes_missing(lock, stage.facts()["worker"]) == 0
+
+
+# -- files of others --------------------------------------------------------------------------------------------------
+
+
+def adopt(stage: Pair, folder: Path) -> None:
+    """Let the head use files of a folder in place."""
+    folder.mkdir()
+    places = {}
+    for file in stage.manifest.files:
+        (folder / file.path).write_bytes(stage.repo.source(file.path).read_bytes())
+        places[f"{stage.manifest.directory}/{file.path}"] = str(folder / file.path)
+    note = Path(stage.node("head").models_dir) / ".sparkserve" / "adopted.json"
+    note.parent.mkdir(parents=True)
+    note.write_text(json.dumps(places))
+
+
+def test_adopted_files_are_proved_in_place_and_copied_from_there(stage: Pair, hub: Hub, tmp_path: Path) -> None:
+    adopt(stage, tmp_path / "theirs")
+    stage.apply().raise_failures()
+    assert stage.changes() == []
+    assert not stage.path("head", LARGE).parent.exists()
+    assert stage.path("worker", LARGE).read_bytes() == stage.repo.source(LARGE).read_bytes()
+    assert hub.log() == []
+
+
+def test_an_adopted_file_that_changed_is_never_written_to(stage: Pair, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    adopt(stage, theirs)
+    stage.apply().raise_failures()
+    (theirs / LARGE).write_bytes(b"changed under us")
+    assert summary(stage) == [("head", "download", f"model/{LARGE}", "short")]
+    stage.apply().raise_failures()
+    assert stage.changes() == []
+    assert (theirs / LARGE).read_bytes() == b"changed under us"
+    assert stage.path("head", LARGE).read_bytes() == stage.repo.source(LARGE).read_bytes()
+    fresh = Node("head", LocalHost("head"), stage.deployment.settings)
+    name = f"{stage.manifest.directory}/{LARGE}"
+    assert (name in fresh.adopted, len(fresh.adopted)) == (False, len(SIZES))
+    fresh.close()
+
+
+# -- the copy itself --------------------------------------------------------------------------------------------------
+
+
+class Scripted(LocalHost):
+    """A machine whose way for bulk data is a shell line; `$@` is what should have run."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__("worker")
+        self.line = line
+
+    def bulk_argv(self, argv: Sequence[str], link_address: str) -> list[str]:
+        return ["bash", "-c", self.line, "bash", *argv]
+
+
+class Far(Host):
+    """This machine, but not known as such: the sending end has to be a program there."""
+
+    def open(self, argv: Sequence[str]) -> Process:
+        return LocalHost(self.name).open(argv)
+
+    def close(self) -> None:
+        return
+
+
+def job_of(stage: Pair, source: Role = "head", target: Role = "worker") -> Copy:
+    (item,) = [item for item in list_items(stage.deployment.lock) if item.file.path == LARGE]
+    there = stage.node(target)
+    return Copy(stage.node(source), str(stage.path(source, LARGE)), there, item.partial_path(there), item.file, QUICK)
+
+
+def test_a_copy_goes_on_from_what_is_there(stage: Pair) -> None:
+    stage.fill("head")
+    job = job_of(stage)
+    content = stage.repo.source(LARGE).read_bytes()
+    partial = Path(job.partial)
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(content[: 2 << 20])
+    with stage.path("head", LARGE).open("r+b") as file:
+        file.write(b"what is not sent again is not looked at here")
+    copy(job, Recorder())
+    assert partial.read_bytes() == content
+
+
+@pytest.mark.parametrize("stale", [b"rotten prefix", b"longer than the file" * (1 << 18)])
+def test_a_stale_partial_is_noticed_and_copied_from_the_start(stage: Pair, stale: bytes) -> None:
+    stage.fill("head")
+    job = job_of(stage)
+    Path(job.partial).parent.mkdir(parents=True)
+    Path(job.partial).write_bytes(stale)
+    copy(job, Recorder())
+    assert Path(job.partial).read_bytes() == stage.repo.source(LARGE).read_bytes()
+
+
+def test_a_source_that_is_wrong_is_told_and_leaves_nothing(stage: Pair) -> None:
+    stage.fill("head")
+    with stage.path("head", LARGE).open("r+b") as file:
+        file.write(b"rot")
+    job = job_of(stage)
+    with pytest.raises(SparkserveError, match=LARGE) as caught:
+        copy(job, Recorder())
+    assert (caught.value.code, caught.value.node) == ("wrong_content", "worker")
+    assert not Path(job.partial).exists()
+
+
+def test_a_partial_with_holes_is_not_taken_for_a_prefix(stage: Pair) -> None:
+    stage.fill("worker")
+    job = job_of(stage, "worker", "head")
+    Path(job.partial).parent.mkdir(parents=True)
+    Path(job.partial).write_bytes(b"\0" * SIZES[0])
+    Path(job.partial + ".journal").write_text("of the downloader")
+    work = Recorder()
+    copy(job, work)
+    assert work.notes == []
+    assert not Path(job.partial + ".journal").exists()
+
+
+def test_the_sending_program(repo: ModelRepo, hub: Hub, tmp_path: Path) -> None:
+    with pair(repo, hub.endpoint, tmp_path) as stage:
+        stage.fill("worker")
+        job = job_of(stage, "worker", "head")
+        job = replace(job, source=Node("worker", Far("worker"), stage.deployment.settings))
+        Path(job.partial).parent.mkdir(parents=True)
+        Path(job.partial).write_bytes(repo.source(LARGE).read_bytes()[: 1 << 20])
+        copy(job, Recorder())
+        assert Path(job.partial).read_bytes() == repo.source(LARGE).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("echo 'ssh: connect to host 10.9.8.7 port 22: No route to host' >&2; exit 255", "No route to host"),
+        ("exec sleep 60", "nothing moved for 0.6 s"),
+        ('head -c 100000 | "$@"', "connection ended"),
+    ],
+)
+def test_a_link_that_does_not_carry_is_named(repo: ModelRepo, hub: Hub, tmp_path: Path, line: str, words: str) -> None:
+    with pair(repo, hub.endpoint, tmp_path, Scripted(line)) as stage:
+        stage.fill("head")
+        with pytest.raises(SparkserveError) as caught:
+            copy(job_of(stage), Recorder())
+    error = caught.value
+    assert (error.code, error.node) == ("copy_failed", "worker")
+    assert "10.9.8.7" in error.message
+    assert words in error.message
+    assert "ssh -o HostName=10.9.8.7" in error.hint
+
+
+def test_a_cut_is_survived_and_the_shell_of_the_account_may_chatter(repo: ModelRepo, hub: Hub, tmp_path: Path) -> None:
+    once = tmp_path / "once"
+    line = f'echo "Welcome to DGX OS"; [ -e {once} ] && exec "$@"; touch {once}; head -c 2000000 | "$@"'
+    with pair(repo, hub.endpoint, tmp_path, Scripted(line)) as stage:
+        stage.fill("head")
+        work = Recorder()
+        copy(job_of(stage), work)
+        assert Path(job_of(stage).partial).read_bytes() == repo.source(LARGE).read_bytes()
+    assert [note for note in work.notes if "going on from 1 MiB" in note]
+
+
+def test_a_refusal_of_ssh_is_not_tried_again(repo: ModelRepo, hub: Hub, tmp_path: Path) -> None:
+    tries = tmp_path / "tries"
+    line = f"echo x >> {tries}; echo 'me@10.9.8.7: Permission denied (publickey).' >&2; exit 255"
+    with pair(repo, hub.endpoint, tmp_path, Scripted(line)) as stage:
+        stage.fill("head")
+        with pytest.raises(SparkserveError, match="Permission denied"):
+            copy(job_of(stage), Recorder())
+    assert tries.read_text() == "x\n"
+
+
+def test_a_full_disk_there_is_told_with_path_and_size(repo: ModelRepo, hub: Hub, tmp_path: Path) -> None:
+    # A file system of 1 MiB that only the receiver sees, and that ends with it.
+    mount = 'mkdir -p "$0"; mount -t tmpfs -o size=1m none "$0"; exec "$@"'
+    host = Scripted("")
+    with pair(repo, hub.endpoint, tmp_path, host) as stage:
+        stage.fill("head")
+        job = job_of(stage)
+        host.line = f"exec unshare --mount bash -c '{mount}' {Path(job.partial).parent} \"$@\""
+        with pytest.raises(SparkserveError) as caught:
+            copy(job, Recorder())
+    error = caught.value
+    assert (error.code, error.node) == ("disk_full", "worker")
+    assert job.partial in error.message
+    assert str(SIZES[0]) in error.message
+
+
+def test_cancelling_a_copy_ends_its_processes(repo: ModelRepo, hub: Hub, tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    with pair(repo, hub.endpoint, tmp_path, Scripted(f"echo $$ > {mark}; exec sleep 60")) as stage:
+        stage.fill("head")
+        work = Recorder()
+        work.cancelled.set()
+        with pytest.raises(Cancelled):
+            copy(replace(job_of(stage), limits=CopyLimits()), work)
+    assert not mark.exists() or not Path(f"/proc/{mark.read_text().strip()}").exists()

@@ -1,0 +1,61 @@
+"""The generated documents agree with the code, and the example settings are settings."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparkserve.settings import Settings, load, parse_env
+
+ROOT = Path(__file__).parents[1]
+GENERATE = [sys.executable, "docs/generate.py", "--check"]
+
+
+def test_the_documents_agree_with_the_code() -> None:
+    done = subprocess.run(GENERATE, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_document_that_differs_fails_with_a_diff(tmp_path: Path) -> None:
+    copy = tmp_path / "docs" / "generate.py"
+    copy.parent.mkdir()
+    copy.write_bytes((ROOT / "docs/generate.py").read_bytes())
+    for name in ("env.example", "docs/configuration.md", "docs/recipes.md", "docs/commands.md"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    stale = tmp_path / "docs/commands.md"
+    stale.write_text(stale.read_text().replace("## `sparkserve stop`", "## `sparkserve halt`"))
+    done = subprocess.run(
+        GENERATE, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "-## `sparkserve halt`\n+## `sparkserve stop`\n" in done.stdout
+    assert "1 documents differ" in done.stderr
+
+
+def test_the_example_settings_load_as_they_are(tmp_path: Path) -> None:
+    env_file = tmp_path / ".env"
+    env_file.write_bytes((ROOT / "env.example").read_bytes())
+    sources = load(env_file, {}, {}).sources
+    given = {name for name, source in sources.items() if source == str(env_file)}
+    assert given == {"worker", "head_link", "worker_link", "models_dir"}
+
+
+def test_every_line_of_the_example_settings_is_a_setting(tmp_path: Path) -> None:
+    text = re.sub(r"^# (?=[A-Z_]+=)", "", (ROOT / "env.example").read_text(), flags=re.MULTILINE)
+    values, errors = parse_env(text)
+    assert not errors
+    assert len(values) == len(Settings.model_fields)
+    env_file = tmp_path / ".env"
+    env_file.write_text(text)
+    load(env_file, {}, {})
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+)
+def test_links_between_documents_lead_somewhere(document: str) -> None:
+    path = ROOT / document
+    targets = re.findall(r"\]\((?!https?://)([^)#]+)", path.read_text())
+    assert [target for target in targets if not (path.parent / target).exists()] == []

@@ -1,0 +1,93 @@
+"""A program that the interrupt tests start: applies a plan until it is interrupted, and prints its report."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from types import FrameType
+
+from sparkserve.errors import SparkserveError
+from sparkserve.plan import Cancelled, Change, Interrupted, Plan, Work, apply
+from tests.fakes import RecordingReporter
+
+
+class Terminated(KeyboardInterrupt):
+    """What the command line raises at SIGTERM."""
+
+    exit_code = 143
+
+
+def terminate(_number: int, _frame: FrameType | None) -> None:
+    raise Terminated
+
+
+both_wait = threading.Barrier(3)
+
+
+def first(_work: Work) -> str:
+    return "first is there"
+
+
+def polite(work: Work) -> str:
+    both_wait.wait(10)
+    while True:
+        work.check()
+        threading.Event().wait(0.01)
+
+
+def finishes(work: Work) -> str:
+    both_wait.wait(10)
+    try:
+        while True:
+            work.check()
+            threading.Event().wait(0.01)
+    except Cancelled:
+        return "was nearly done"
+
+
+def breaks(work: Work) -> str:
+    both_wait.wait(10)
+    try:
+        while True:
+            work.check()
+            threading.Event().wait(0.01)
+    except Cancelled as error:
+        raise SparkserveError("late", "broke while it ended") from error
+
+
+class Announcing(RecordingReporter):
+    """Says when all three changes are under way."""
+
+    def started(self, change: Change) -> None:
+        super().started(change)
+        if len(self.keys("started")) == 4:
+            print("under way", flush=True)
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, terminate)
+    actions = {"polite": polite, "finishes": finishes, "breaks": breaks}
+    changes = [Change("head", "s", "first", "-", "+", first)]
+    changes += [Change("head", "s", name, "-", "+", action, ("head/s/first",)) for name, action in actions.items()]
+    changes += [Change("head", "s", "later", "-", "+", first, ("head/s/polite", "head/s/finishes"))]
+    try:
+        apply(Plan(tuple(changes)), Announcing())
+    except Interrupted as error:
+        report = error.report
+        print(
+            json.dumps(
+                {
+                    "applied": sorted(item.change.resource for item in report.applied),
+                    "failed": sorted(change.resource for change, _ in report.failed),
+                    "not_reached": sorted(change.resource for change in report.not_reached),
+                }
+            ),
+            flush=True,
+        )
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

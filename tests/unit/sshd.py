@@ -1,0 +1,165 @@
+"""A real sshd on loopback with keys of its own, and an `ssh` that reads the test's configuration only."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from sparkserve import ssh
+from sparkserve.hosts import SshHost
+from sparkserve.settings import Settings
+from tests.unit.cases import wait_for
+
+SSHD = "/usr/sbin/sshd"
+# sshd of root wants this directory, which only a started service makes: it gets one that nobody else sees.
+PRIVATE_RUN = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /run; mkdir -m 755 /run/sshd; exec "$@"', "sh"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def make_key(path: Path, *, passphrase: str = "", kind: str = "ed25519") -> Path:
+    argv = ["ssh-keygen", "-q", "-t", kind, "-N", passphrase, "-C", "test", "-f", str(path)]
+    subprocess.run(argv, check=True, timeout=20)
+    return path
+
+
+def fingerprint(public_key: Path) -> str:
+    """Give a key's fingerprint as OpenSSH itself prints it."""
+    answer = subprocess.run(["ssh-keygen", "-lf", str(public_key)], capture_output=True, text=True, check=True)
+    return answer.stdout.split()[1]
+
+
+def put_first_on_path(directory: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a program of the test before the real one."""
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(script)
+    (directory / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
+
+
+@dataclass
+class Client:
+    """How the test's user reaches sshd: the options of its `Host spark` block."""
+
+    directory: Path
+    options: dict[str, str] = field(default_factory=dict)
+
+    def set(self, **options: str) -> None:
+        self.options |= options
+        lines = [f"  {name} {value}" for name, value in self.options.items()]
+        (self.directory / "config").write_text("\n".join(["Host spark", *lines, ""]))
+
+    def connect(self) -> SshHost:
+        return ssh.connect(Settings(worker="spark"))
+
+
+class Sshd:
+    """The server: its port, its log, its processes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.port = free_port()
+        self.host_key = make_key(directory / "host")
+        self.log = directory / "log"
+        self.authorized = directory / "authorized_keys"
+        config = {
+            "Port": str(self.port),
+            "ListenAddress": "127.0.0.1",
+            "HostKey": str(self.host_key),
+            "PidFile": "none",
+            "AuthorizedKeysFile": str(self.authorized),
+            "StrictModes": "no",
+            "UsePAM": "no",
+            "PasswordAuthentication": "no",
+            "PermitRootLogin": "yes",
+            "LogLevel": "VERBOSE",
+        }
+        (directory / "sshd_config").write_text("".join(f"{name} {value}\n" for name, value in config.items()))
+        needs_run = os.getuid() == 0 and not Path("/run/sshd").is_dir()
+        argv = [*(PRIVATE_RUN if needs_run else []), SSHD, "-D", "-e", "-f", str(directory / "sshd_config")]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        wait_for(lambda: "Server listening" in self.log.read_text(), "sshd listens")
+
+    @property
+    def connections(self) -> int:
+        return self.log.read_text().count("Connection from 127.0.0.1")
+
+    def sessions(self) -> list[int]:
+        """List the processes below the listener."""
+        return descendants(self._process.pid)
+
+    def cut(self) -> None:
+        """Kill every session at once, as a machine that dies does."""
+        for pid in self.sessions():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.cut()
+        self._process.terminate()
+        self._process.wait(10)
+
+
+def descendants(pid: int) -> list[int]:
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(entry.read_text().rpartition(")")[2].split()[1])
+            parents.setdefault(parent, []).append(int(entry.parent.name))
+    found, pending = [], [pid]
+    while pending:
+        children = parents.get(pending.pop(), [])
+        found += children
+        pending += children
+    return found
+
+
+@contextlib.contextmanager
+def running_sshd(directory: Path) -> Iterator[Sshd]:
+    directory.mkdir()
+    server = Sshd(directory)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def make_client(directory: Path, server: Sshd, monkeypatch: pytest.MonkeyPatch) -> Client:
+    """Make a user with a key that sshd accepts and a known_hosts that holds its host key."""
+    home = directory / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    real = shutil.which("ssh")
+    script = f'#!/bin/sh\nexec {real} -F {directory}/config "$@"\n'
+    put_first_on_path(directory / "bin", "ssh", script, monkeypatch)
+    key = make_key(directory / "user")
+    server.authorized.write_text(Path(f"{key}.pub").read_text())
+    known = directory / "known_hosts"
+    known.write_text(f"[127.0.0.1]:{server.port} {Path(f'{server.host_key}.pub').read_text()}")
+    client = Client(directory)
+    client.set(
+        HostName="127.0.0.1",
+        Port=str(server.port),
+        User=getpass.getuser(),
+        IdentityFile=str(key),
+        UserKnownHostsFile=str(known),
+        GlobalKnownHostsFile="/dev/null",
+    )
+    return client

@@ -1,0 +1,155 @@
+"""The recipes say what their sources say, and their log patterns meet the engine's own lines."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sparkserve import image
+from sparkserve.errors import SparkserveError
+from sparkserve.lock import Lock, LockedImage
+from sparkserve.recipe import PLACEHOLDER, PLACEHOLDERS, Recipe, load_recipe, shipped_names
+from tests.lab.model_repo import ENGRAM_NAME, MODEL_NAME, TEMPLATE_NAME
+from tests.lab.recipe import write_lab_recipe
+
+DEFAULT = "tensorfold-1017"
+OLD_TABLES = {
+    "824db4881320407ac340736d14dcee5ecd748c27d0f5836b8127ecc2e3781b0f",
+    "976330f4954338e1ad8b508c32aa912032c7ad908959fd53c8307650fe4520ed",
+}
+
+
+def lab_recipe(directory: Path) -> Recipe:
+    commits = {MODEL_NAME: "a" * 40, ENGRAM_NAME: "b" * 40, TEMPLATE_NAME: "c" * 40}
+    write_lab_recipe(directory, commits=commits, engine_repository="http://hub.lab/git/engine.git", base="lab/base:1")
+    return load_recipe(str(directory))
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_a_shipped_recipe_is_whole(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert recipe.why
+    if recipe.image.dockerfile:
+        assert "ARG BASE" in recipe.file(recipe.image.dockerfile).decode()
+        assert re.fullmatch(rf"sparkserve/{name}:[0-9a-f]{{12}}", image.tag_of(recipe, _lock(recipe)))
+    if recipe.chat_template and recipe.chat_template.prologue:
+        assert recipe.file(recipe.chat_template.prologue)
+    assert all(name in PLACEHOLDERS for text in recipe.templated_texts() for name in PLACEHOLDER.findall(text))
+
+
+def _lock(recipe: Recipe) -> Lock:
+    locked = LockedImage(base="base@sha256:" + "0" * 64, engine_repository="r", engine_commit="1" * 40)
+    return Lock(schema=1, recipe=recipe.name, weights=(), image=locked)
+
+
+def test_the_default_recipe_holds_the_published_facts() -> None:
+    recipe = load_recipe(DEFAULT)
+    model, engram = recipe.weights
+    assert (model.repository, model.revision, model.files) == (MODEL_NAME, "afc7aa0a", 43)
+    assert (engram.repository, engram.revision, engram.files) == (ENGRAM_NAME, "1bae0e10", 2)
+    assert engram.include == ("model-00047-of-00048.safetensors", "model-00048-of-00048.safetensors")
+    assert set(engram.deny_sha256) == OLD_TABLES
+    parameters = recipe.parameters
+    assert parameters.model_name == "DeepSeek-V4.1-Flash-1017"
+    assert (parameters.context, parameters.requests, parameters.drafts) == (1_048_576, 4, 5)
+    assert parameters.thinking is False
+    assert recipe.ports.api == 8888
+    assert recipe.launch.env["TF_DS_ENGRAM"] == engram.mount
+    assert recipe.image.engine_revision == "deepseek-v41-tp2"
+
+
+def test_nothing_lowers_free_memory_before_the_engine_is_ready() -> None:
+    sysctls = load_recipe(DEFAULT).tuning.sysctl
+    assert sysctls["vm.swappiness"] == "0"
+    assert not {"vm.min_free_kbytes", "vm.watermark_scale_factor", "vm.watermark_boost_factor"} & set(sysctls)
+
+
+def test_names_of_a_node_come_from_that_node() -> None:
+    env = load_recipe(DEFAULT).launch.env
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        assert env[name] == "${link.interface}"
+    assert "${link.hcas}" in env["NCCL_IB_HCA"]
+    assert env["TF_RDMA_DEVICES"] == "${link.hcas}"
+    assert env["NCCL_IB_GID_INDEX"] == "${link.gid_index}"
+
+
+GOOD_LINES = {
+    "[tensorfold] loading /model: DeepSeek-V4.1-Flash (deepseek_v41) on CUDA, rank 0 of 2": "reading the configuration",
+    "[tensorfold] rank 1: layers 0..15 loaded (12.3 s, 33.1 GiB)": "loading layers",
+    "[tensorfold] rank 0: DSpark (3 stages) loaded": "drafting layers loaded",
+    "[tensorfold] warm-up: 7 prompt lengths 1,17,33": "warming up",
+    "[tensorfold] --parallel warm-up: 8 round graphs captured": "warming up for several requests",
+    "[tensorfold] rank 0: allocator ceiling 103.00 GiB (holds 99.00, floor 2.00)": "fitting memory",
+    "[tensorfold] DeepSeek-V4.1 engine ready: 2 rank(s), context 1048576, DSpark 5 drafts": "engine ready",
+    "[tensorfold] rank 1 ready in 61.0 s, following rank 0": "serving",
+    "[tensorfold] serving some-model at http://127.0.0.1:8888/v1 on CUDA, rank 0 of 2 (loaded in 61 s)": "serving",
+    "NCCL INFO NET/Plugin: Spectrum-X (SPCX) NCCL plugin is not supported": None,
+    "NCCL WARN ibv_query_port_speed failed on rocep1s0f1 errno 93": None,
+}
+BAD_LINES = {
+    "[tensorfold] WARNING: no Engram tables (TF_DS_ENGRAM): serving degraded": True,
+    "torch.distributed.DistStoreError: Timed out ... 1/2 clients joined": True,
+    "[tensorfold] RuntimeError: NCCL error 6: remote process exited or network error": True,
+    "NCCL WARN Bootstrap : no socket interface found for NCCL_SOCKET_IFNAME=enp1s0f1np1": True,
+    "NCCL WARN Call to ibv_modify_qp failed with 61 No data available errno 61": True,
+    "NCCL WARN Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory": True,
+    "ValueError: --vision and --parallel must be the same on every rank": True,
+    "[tensorfold] the lane is broken (rank 1 lost); every step fails from now on": True,
+    "this lane lost a rank (timeout); restart it on every rank": True,
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB": True,
+    "leaves 3.1 GiB, under the 4.0 GiB hard floor; fit: 2 stream(s)": True,
+    "tensorfold: error: unrecognized arguments: --wrong": True,
+    "NVRM: nvCheckOkFailedNoLog: NV_ERR_NO_MEMORY from _memdescAllocInternal": False,
+    "[tensorfold] the ranks planned different rounds; its requests fail, serving goes on": False,
+    "[tensorfold] rank 0 finished layers; waiting for rank 1": False,
+}
+
+
+@pytest.mark.parametrize("line", GOOD_LINES)
+def test_a_line_of_a_good_start_is_its_phase_and_no_failure(line: str) -> None:
+    recipe = load_recipe(DEFAULT)
+    phases = [phase.name for phase in recipe.phases if re.search(phase.pattern, line)]
+    assert phases == ([GOOD_LINES[line]] if GOOD_LINES[line] else [])
+    assert not [failure.pattern for failure in recipe.failures if re.search(failure.pattern, line)]
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_line_of_trouble_is_known(line: str) -> None:
+    found = [failure for failure in load_recipe(DEFAULT).failures if re.search(failure.pattern, line)]
+    assert found, line
+    assert all(failure.fatal is BAD_LINES[line] for failure in found)
+    assert all(failure.cause and failure.advice for failure in found)
+
+
+def test_a_lost_rank_breaks_a_serving_pair() -> None:
+    line = "[tensorfold] the lane is broken (rank 1 lost); every step fails from now on"
+    found = [failure for failure in load_recipe(DEFAULT).failures if re.search(failure.pattern, line)]
+    assert any(failure.serving for failure in found)
+
+
+def test_the_lab_recipe_differs_where_it_must(tmp_path: Path) -> None:
+    lab, default = lab_recipe(tmp_path / "lab"), load_recipe(DEFAULT)
+    assert [weights.revision for weights in lab.weights] == ["a" * 40, "b" * 40]
+    assert lab.image.base_digest == ""
+    assert lab.image.architecture == "any"
+    assert (lab.parameters.context, lab.verification.needle_tokens) == (65_536, 4_000)
+    assert "/lab" in [mount.target for mount in lab.container.mounts]
+    assert (lab.launch, lab.phases, lab.failures) == (default.launch, default.phases, default.failures)
+    assert set(image.build_files(lab)) == {"Dockerfile"}
+    assert b"stand-in" in image.build_files(lab)["Dockerfile"].content
+    assert "@" not in (tmp_path / "lab/recipe.toml").read_text().replace("@ signs", "")
+
+
+def test_an_engine_directory_in_a_recipe_is_refused(tmp_path: Path) -> None:
+    recipe = lab_recipe(tmp_path / "lab")
+    (tmp_path / "lab/engine").mkdir()
+    (tmp_path / "lab/engine/file").touch()
+    with pytest.raises(SparkserveError, match="engine's own source"):
+        image.build_files(recipe)
+
+
+def test_long_flags_are_those_of_all_ranks_and_switches() -> None:
+    flags = image.long_flags(load_recipe(DEFAULT))
+    assert {"--tp", "--master-port", "--host", "--no-thinking", "--mtp-drafts", "--no-drafts"} <= set(flags)
+    assert len(flags) == len(set(flags))
