@@ -302,10 +302,29 @@ class SshProcess:
 
     def close(self) -> None:
         """See `Process`."""
+        # sshd keeps a command, and its session, when only the channel is closed: the command must be ended by name.
+        for signal_name in ("TERM", "KILL"):
+            if not self._channel.status_event.is_set():
+                self._send_signal(signal_name)
+                self._channel.status_event.wait(2)
         self._channel.close()
         if self._slot is not None:
             self._slot.release()
             self._slot = None
+
+    def _send_signal(self, name: str) -> None:
+        """Send a signal to the command's process group (RFC 4254, 6.9), for which paramiko has no call of its own."""
+        import paramiko
+
+        transport: Any = self._channel.get_transport()
+        message = paramiko.Message()
+        message.add_byte(paramiko.common.cMSG_CHANNEL_REQUEST)
+        message.add_int(self._channel.remote_chanid)
+        message.add_string("signal")
+        message.add_boolean(False)  # noqa: FBT003 - no reply is wanted
+        message.add_string(name)
+        with contextlib.suppress(paramiko.SSHException, OSError, EOFError):  # a lost connection ends it as well
+            transport._send_user_message(message)
 
 
 class SshHost(Host):
@@ -329,13 +348,16 @@ class SshHost(Host):
             channel = transport.open_session(timeout=20)
             # SSH carries one string for the remote shell: this is the single place where words become a line.
             channel.exec_command(shlex.join(argv))
-        except (paramiko.SSHException, OSError, EOFError) as error:
+            return SshProcess(self.name, channel, self._slots)
+        except BaseException as error:
             self._slots.release()
-            raise connection_lost(self.name, str(error)) from error
-        except SparkserveError:
-            self._slots.release()
+            if isinstance(error, paramiko.ChannelException):
+                message = "sshd opens no further session on this connection"
+                hint = "MaxSessions in the node's sshd_config should be 10, its default, or more"
+                raise SparkserveError("ssh_sessions", message, hint, self.name, str(error)) from error
+            if isinstance(error, (paramiko.SSHException, OSError, EOFError)):
+                raise connection_lost(self.name, str(error)) from error
             raise
-        return SshProcess(self.name, channel, self._slots)
 
     def bulk_argv(self, argv: Sequence[str], link_address: str) -> list[str]:
         """See `Host`: an OpenSSH process, over the link address if one is named."""
@@ -343,7 +365,11 @@ class SshHost(Host):
 
     def close(self) -> None:
         """See `Host`."""
+        transport = self.client.get_transport()
         self.client.close()
+        proxy = getattr(transport and transport.sock, "process", None)
+        if proxy is not None:  # paramiko ends the proxy command and leaves the waiting to us
+            proxy.communicate()
 
 
 class UnreachableHost(Host):

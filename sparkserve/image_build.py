@@ -117,11 +117,11 @@ def _run_build(node: Node, order: Order, name: str, directory: str, work: Work) 
             log.write(line + "\n")
             log.flush()
             if _STEP_LINE.fullmatch(line):
-                work.note(line.partition(" ")[2])
+                work.note(re.sub(r"^#\d+ ", "", line))
 
         result = follow(node.host, [*argv, directory], work.check, on_line)
     if result.exit_code != 0:
-        tail = "\n".join(result.text.splitlines()[-30:])
+        tail = "\n".join([line for line in result.text.splitlines() if line][-30:])
         hint = f"the whole log: {path}"
         raise SparkserveError("build_failed", "docker build failed", hint, node.role, tail)
 

@@ -41,13 +41,13 @@ def _stream(cluster: Cluster, tag: str, head: Facts, image: ImageFacts, work: Wo
         work.progress(done, max(image.size, done))
 
     joined = join(cluster.head.host, save, load_command(cluster.worker), work.check, on_bytes)
+    if joined.source.exit_code != 0 and not joined.cut:
+        message = "the head could not give the image out"
+        raise SparkserveError("ship_failed", message, "sparkserve build", "head", joined.source.error_text)
     if joined.sink.exit_code != 0:
         details = joined.sink.error_text or joined.sink.text
         hint = "docker system df on the worker; then run the same command again"
         raise SparkserveError("ship_failed", "the worker could not load the image", hint, "worker", details)
-    if joined.source.exit_code != 0:
-        message = "the head could not give the image out"
-        raise SparkserveError("ship_failed", message, "sparkserve build", "head", joined.source.error_text)
     return joined.size
 
 

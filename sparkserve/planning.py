@@ -115,7 +115,7 @@ def preflight(deployment: Deployment, changes: Sequence[Change], links: Links | 
     if starts and links is not None:
         rdma = "/dev/infiniband" in deployment.recipe.container.devices
         found += checks.check_link(deployment.settings, links, rdma=rdma)
-        if all("absent" in change.before for change in starts):
+        if all("absent" in change.before for change in starts if change.resource != "ready"):
             found += checks.check_ports(both, facts)
             found += checks.check_memory(deployment.recipe, facts)
     return found

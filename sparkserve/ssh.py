@@ -133,8 +133,11 @@ def connect(settings: Settings, node: str = "worker") -> SshHost:
             auth_timeout=15,
         )
     except Exception as error:
+        transport = client.get_transport()
+        keys_were_next = transport is not None and transport.is_active() and transport.initial_kex_done
         client.close()
-        known = _explain(error, target, node)
+        known = _explain_keys(error, target, node) if keys_were_next else None
+        known = known or _explain(error, target, node)
         if known is None:
             raise
         raise known from error
@@ -184,6 +187,19 @@ def fingerprint(key: paramiko.PKey) -> str:
     return f"SHA256:{digest}"
 
 
+def _explain_keys(error: Exception, target: SshTarget, node: str) -> SparkserveError | None:
+    """Explain a failure that came after the host key was proved: only our own keys can be the reason then."""
+    import paramiko
+
+    if not isinstance(error, paramiko.SSHException) or isinstance(error, paramiko.BadHostKeyException):
+        return None
+    login = f"{target.user}@{target.address}"
+    tried = ", ".join(str(key) for key in target.key_files) or "no key file"
+    message = f"{login} refuses us; tried {tried} and the agent"
+    hint = f"ssh-copy-id -p {target.port} {login}  (a key with a passphrase needs ssh-agent and ssh-add)"
+    return SparkserveError("ssh_auth", message, hint, node, str(error), EXIT_COULD_NOT_LOOK)
+
+
 def _explain(error: Exception, target: SshTarget, node: str) -> SparkserveError | None:
     import paramiko
 
@@ -197,11 +213,8 @@ def _explain(error: Exception, target: SshTarget, node: str) -> SparkserveError 
         )
         hint = f"if you re-installed the worker: ssh-keygen -R '{target.known_as}' && ssh -p {target.port} {login} true"
         return SparkserveError("host_key_changed", message, hint, node, exit_code=EXIT_COULD_NOT_LOOK)
-    if isinstance(error, (paramiko.PasswordRequiredException, paramiko.AuthenticationException)):
-        tried = ", ".join(str(key) for key in target.key_files) or "no key file"
-        message = f"{login} refuses us; tried {tried} and the agent"
-        hint = f"ssh-copy-id -p {target.port} {login}  (a key with a passphrase needs ssh-agent and ssh-add)"
-        return SparkserveError("ssh_auth", message, hint, node, str(error), EXIT_COULD_NOT_LOOK)
+    if isinstance(error, paramiko.AuthenticationException):
+        return _explain_keys(error, target, node)
     if isinstance(error, (paramiko.SSHException, OSError, EOFError)):
         message = f"{target.address} took the connection but does not speak SSH in time"
         hint = "the machine may be out of memory or overloaded: wait a minute, then look again"

@@ -38,11 +38,15 @@ def follow(
 
 @dataclass(frozen=True)
 class Joined:
-    """How two joined commands ended, and the bytes that went from one to the other."""
+    """How two joined commands ended, and the bytes that went from one to the other.
+
+    `cut` tells that the sink ended before the source had given all: then the source's own end says nothing.
+    """
 
     source: CommandResult
     sink: CommandResult
     size: int
+    cut: bool
 
 
 def join(
@@ -55,16 +59,23 @@ def join(
     """Run `source | sink` on one machine without a temporary file; when `check` raises, both ends are ended."""
     with running(host, source) as reader, running(host, sink) as writer:
         pump = _Pump(reader, writer)
-        worker = _Worker(pump.run)
-        worker.wait(check, lambda: on_bytes(pump.size))
+
+        def tick() -> None:
+            on_bytes(pump.size)
+            if not pump.drained and _has_ended(writer):
+                pump.cut = True
+                reader.close()
+
+        _Worker(pump.run).wait(check, tick)
         sink_code = _wait(writer, check)
-        # A sink that ended early leaves a source that cannot write any more: its own code tells nothing then.
-        reader.stdout.close()
+        if pump.cut:
+            reader.close()
         source_code = _wait(reader, check)
         return Joined(
             CommandResult(tuple(source), source_code, b"", reader.error_text().encode()),
             CommandResult(tuple(sink), sink_code, writer.stdout.read(), writer.error_text().encode()),
             pump.size,
+            pump.cut,
         )
 
 
@@ -75,15 +86,25 @@ class _Pump:
         self._reader = reader
         self._writer = writer
         self.size = 0
+        self.drained = False
+        self.cut = False
 
     def run(self) -> None:
         read = getattr(self._reader.stdout, "read1", self._reader.stdout.read)
-        with contextlib.suppress(OSError, ValueError):  # one end is gone: its exit code tells why
+        with contextlib.suppress(OSError, ValueError):  # one end is gone: the exit codes tell why
             while block := read(_BLOCK):
-                self._writer.stdin.write(block)
-                self.size += len(block)
+                self._write(block)
+            self.drained = True
         with contextlib.suppress(OSError):
             self._writer.stdin.close()
+
+    def _write(self, block: bytes) -> None:
+        try:
+            self._writer.stdin.write(block)
+            self.size += len(block)
+        except OSError:
+            self.cut = True
+            raise
 
 
 class _Worker:
@@ -115,6 +136,14 @@ def _read_lines(process: Process, take: Callable[[str], None]) -> None:
     with contextlib.suppress(OSError, ValueError):  # closed under us: the waiting side knows why
         for raw in process.stdout:
             take(raw.decode(errors="replace").rstrip())
+
+
+def _has_ended(process: Process) -> bool:
+    try:
+        process.wait(0)
+    except TimeoutError:
+        return False
+    return True
 
 
 def _wait(process: Process, check: Callable[[], None]) -> int:

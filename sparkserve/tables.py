@@ -15,6 +15,7 @@ from sparkserve.settings import Loaded, Settings, variable_name
 
 if TYPE_CHECKING:
     from sparkserve.lifecycle import Locked, Outcome
+    from sparkserve.plan import Change
     from sparkserve.recipe import Recipe
     from sparkserve.status_look import Status
 
@@ -100,12 +101,24 @@ def outcome_view(outcome: Outcome, *, preview: bool) -> Table | str:
     return plan_table(outcome) if preview else summary_table(outcome)
 
 
+def _alike(changes: Sequence[Change]) -> list[list[Change]]:
+    """Put the files of one step that miss the same thing into one row; everything else has its own."""
+    groups: dict[tuple[str, ...], list[Change]] = {}
+    for change in changes:
+        own = "" if change.step in ("download", "sync") else change.resource
+        groups.setdefault((change.step, change.node, change.before, own), []).append(change)
+    return list(groups.values())
+
+
 def plan_table(outcome: Outcome) -> Table:
     """Show what would change."""
     table = _table("step", "node", "what", "is", "will be", "size")
-    for change in outcome.plan.changes:
-        size = show_size(change.size) if change.size else ""
-        table.add_row(change.step, change.node, Text(change.resource), Text(change.before), Text(change.after), size)
+    for same in _alike(outcome.plan.changes):
+        first, size = same[0], sum(change.size for change in same)
+        what = first.resource if len(same) == 1 else f"{len(same)} files"
+        after = first.after if len(same) == 1 else "size and hash of the lock"
+        shown = show_size(size) if size else ""
+        table.add_row(first.step, first.node, Text(what), Text(first.before), Text(after), shown)
     total = sum(change.size for change in outcome.plan.changes)
     table.caption = f"{len(outcome.plan.changes)} changes, {show_size(total)}; nothing was touched"
     return table

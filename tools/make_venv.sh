@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv from a Python of at least 3.11; install sparkserve and its developer tools there, as requirements.lock has it.
+# Make .venv from a Python of at least 3.11; install sparkserve and its developer tools there, as requirements.lock says.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,7 +17,7 @@ find_python() {
 }
 
 if ! python=$(find_python); then
-  tools/debian_packages.sh python3 python3-venv
+  [[ -n ${PYTHON:-} ]] || tools/debian_packages.sh python3 python3-venv
   if ! python=$(find_python); then
     echo "no Python 3.11 or later among: $names; install one, or type make PYTHON=/path/of/python3" >&2
     exit 1

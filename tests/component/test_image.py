@@ -453,6 +453,21 @@ def test_a_ship_that_fails_says_where(
         assert caught.value.details == "no space left on device"
 
 
+def test_a_load_that_needs_no_last_bytes_is_fine(deployment: Deployment, docker: FakeDocker) -> None:
+    build(deployment)
+    docker.behave(load="early", blocks=200)
+    assert ship(deployment).startswith("2 layers as on the head")
+
+
+def test_a_worker_that_refuses_at_once_is_not_waited_for(deployment: Deployment, docker: FakeDocker) -> None:
+    build(deployment)
+    docker.behave(load="fail", hang="save")
+    with pytest.raises(SparkserveError, match="could not load") as caught:
+        ship(deployment)
+    assert caught.value.details == "no space left on device"
+    wait_for(lambda: is_gone(docker.directory / "save.pid"), "docker save has ended")
+
+
 @pytest.mark.parametrize("where", ["save", "load"])
 def test_an_interrupted_ship_ends_both_ends(deployment: Deployment, docker: FakeDocker, where: str) -> None:
     build(deployment)

@@ -35,7 +35,7 @@ def git(*arguments: str, directory: Path | None = None) -> str:
 
 
 def publish_commit(root: Path, name: str, files: Mapping[str, str], *, branch: str = "main") -> str:
-    """Add a commit of these files to `/git/<name>.git` (made when absent) and return its id."""
+    """Add a commit of these files, where they changed, to `/git/<name>.git` (made when absent); give its id."""
     bare = root / GIT_AREA / f"{name}.git"
     if not bare.exists():
         git("init", "--quiet", "--bare", f"--initial-branch={branch}", str(bare))
@@ -47,8 +47,9 @@ def publish_commit(root: Path, name: str, files: Mapping[str, str], *, branch: s
             (tree / path).parent.mkdir(parents=True, exist_ok=True)
             (tree / path).write_text(text)
         git("add", "--all", directory=tree)
-        git("commit", "--quiet", "--message", f"{name}: {', '.join(files)}", directory=tree)
-        git("push", "--quiet", "origin", branch, directory=tree)
+        if git("status", "--porcelain", directory=tree):
+            git("commit", "--quiet", "--message", f"{name}: {len(files)} files", directory=tree)
+            git("push", "--quiet", "origin", branch, directory=tree)
         commit = git("rev-parse", "HEAD", directory=tree)
     git("update-server-info", directory=bare)
     return commit

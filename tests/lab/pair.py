@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -91,6 +90,15 @@ class Pair:
         for node in self.lab.nodes:
             control = node.root / "var/lib/lab/control.json"
             control.write_text(json.dumps(states))
+
+    def forget_everything(self) -> None:
+        """Take the pair back to the day it was unpacked: no weights, images, lock or state of ours."""
+        for node in self.lab.nodes:
+            node.run(["sh", "-c", "rm -rf ~/sparkserve ~/sparkserve.lock.json ~/.local/state ~/.cache"])
+            node.run(["rm", "-rf", "/var/lib/sparkserve", "/etc/sysctl.d/90-sparkserve.conf"], user="root")
+            images = node.docker("images", "-q", "--filter", "label=sparkserve.recipe").split()
+            if images:
+                node.docker("rmi", "-f", *images)
 
     def reset(self) -> None:
         """Bring the pair back to a healthy one with nothing running: settings, scripts, memory, containers."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import os
 import socket
 import subprocess
 import threading
@@ -16,7 +17,7 @@ from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, SparkserveErr
 from sparkserve.hosts import SshHost, running
 from tests.unit.cases import wait_for
 from tests.unit.sshd import Client, Sshd, fingerprint, free_port, make_client, make_key, running_sshd
-from tests.unit.test_hosts import MEGABYTES, WEIRD_WORDS
+from tests.unit.test_hosts import MEGABYTES, WEIRD_WORDS, children
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,14 @@ def test_timeout(host: SshHost, stdin: bytes) -> None:
         host.run(["sleep", "5"], stdin=stdin, timeout=0.5)
     assert (caught.value.code, caught.value.node) == ("command_timeout", "worker")
     assert host.run(["echo", "well"]).text == "well"
+
+
+def test_timeout_ends_the_command_on_the_node_and_its_children(host: SshHost) -> None:
+    seconds = f"95.{os.getpid()}"
+    for script in (f"sleep {seconds} & wait", f"trap '' TERM; sleep {seconds}"):
+        with pytest.raises(SparkserveError, match="gave no end"):
+            host.run(["sh", "-c", script], timeout=0.3)
+        wait_for(lambda: not children(seconds), "the child is gone")
 
 
 def test_a_command_that_a_signal_ends_is_no_lost_connection(host: SshHost) -> None:

@@ -22,7 +22,7 @@ def measure() -> Iterator[Figure]:
         (Path(folder) / ".env").write_text(ENV)
         run = partial(run_quietly, folder=Path(folder), environment=_clean_environment(folder))
         yield Figure("help_seconds", median_seconds(lambda: run([str(command), "--help"]), RUNS), "s", 0.20)
-        yield Figure("config_seconds", median_seconds(lambda: run([str(command), "config"]), RUNS), "s", 0.50)
+        yield Figure("config_seconds", median_seconds(lambda: run([str(command), "config"]), RUNS), "s", 0.60)
         imports = median_of_pairs(
             lambda: run([sys.executable, "-c", "import sparkserve.cli"]),
             lambda: run([sys.executable, "-c", "pass"]),

@@ -1,0 +1,40 @@
+"""One lab for all tests of this folder; each test begins with a healthy pair on which nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.lab.pair import Pair, paired
+
+
+@pytest.fixture(scope="session")
+def shared_pair() -> Iterator[Pair]:
+    """Bring the lab up once; what is downloaded and built stays for the next test."""
+    with paired() as pair:
+        yield pair
+
+
+@pytest.fixture
+def pair(shared_pair: Pair) -> Pair:
+    """A pair in order, with nothing running."""
+    shared_pair.reset()
+    return shared_pair
+
+
+@pytest.fixture
+def prepared(pair: Pair) -> Pair:
+    """A pair on which everything is there but the start."""
+    answer = pair.ask("up", "--check")
+    if [change for change in answer["data"]["changes"] if change["step"] != "start"]:
+        assert pair.ask("up")["exit_code"] == 0
+        assert pair.ask("stop")["exit_code"] == 0
+    return pair
+
+
+@pytest.fixture
+def serving(prepared: Pair) -> Pair:
+    """A pair that serves."""
+    assert prepared.ask("start")["exit_code"] == 0
+    return prepared
