@@ -42,13 +42,13 @@ bench: $(installed) $(bench_lab) ## Figures and their limits; ONLY="cli" takes s
 	$(python) -m tests.bench $(ONLY)
 
 clean: ## Take the lab down; remove .venv, .lab, .bench and caches
-	@tools/clean.sh
+	@.ci/clean.sh
 
 lab-ready:
 	@((EUID == 0)) || { echo "the lab makes network namespaces and needs root: sudo make $(MAKECMDGOALS)" >&2; exit 1; }
-	@tools/debian_packages.sh $(lab_commands)
+	@.ci/debian_packages.sh $(lab_commands)
 	@compgen -G '/var/lib/apt/lists/*_Packages*' >/dev/null || apt-get update --quiet=2
 
-$(installed): pyproject.toml requirements.lock tools/make_venv.sh
-	tools/make_venv.sh
+$(installed): pyproject.toml .ci/requirements.lock .ci/make_venv.sh
+	.ci/make_venv.sh
 	@touch $@

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv from a Python of at least 3.11; install sparkserve and its developer tools there, as requirements.lock says.
+# Make .venv from a Python of at least 3.11; install sparkserve and its developer tools there, as .ci/requirements.lock says.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,7 +17,7 @@ find_python() {
 }
 
 if ! python=$(find_python); then
-  [[ -n ${PYTHON:-} ]] || tools/debian_packages.sh python3 python3-venv
+  [[ -n ${PYTHON:-} ]] || .ci/debian_packages.sh python3 python3-venv
   if ! python=$(find_python); then
     echo "no Python 3.11 or later among: $names; install one, or type make PYTHON=/path/of/python3" >&2
     exit 1
@@ -26,10 +26,10 @@ fi
 
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
   # Debian has ensurepip, without which there is no venv, in a package of its own.
-  "$python" -c 'import ensurepip, venv' 2>/dev/null || tools/debian_packages.sh "$(basename "$python")-venv"
+  "$python" -c 'import ensurepip, venv' 2>/dev/null || .ci/debian_packages.sh "$(basename "$python")-venv"
   "$python" -m venv --clear .venv
 fi
-pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet install --constraint requirements.lock)
+pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet install --constraint .ci/requirements.lock)
 # The build backend comes first, so that building takes the pinned one and not a second one from the index.
 "${pip[@]}" hatchling editables
 "${pip[@]}" --no-build-isolation --editable '.[dev]'
