@@ -15,6 +15,7 @@ from sparkserve.engine_logs import save_log
 from sparkserve.errors import Failures, SparkserveError
 
 _KILL_SECONDS = 15.0
+_HASTY_SECONDS = 1.0
 _MEMORY_SECONDS = 60.0
 # Memory counts as settled once so many looks in a row see it grow by less than this share of all memory.
 _STILL = 0.005
@@ -31,10 +32,14 @@ def _go_on() -> None:
 
 @dataclass(frozen=True)
 class Stopping:
-    """How to end: where logs are kept, whether to wait for an orderly end, whom to tell, and whether to go on."""
+    """How to end: where logs are kept, by force or in order, whom to tell, and whether to go on.
+
+    `seconds` is how long an orderly end may take; None leaves it to what each container was made with.
+    """
 
     runs_dir: Path
     force: bool = False
+    seconds: float | None = None
     secrets: tuple[SecretStr | None, ...] = ()
     tell: Callable[[str], None] = _say_nothing
     check: Callable[[], None] = _go_on
@@ -81,6 +86,9 @@ def stop(cluster: Cluster, stopping: Stopping) -> StopReport:
     settled = _settle(cluster, after, stopping) if had_run else after
     report.memory = {role: (before[role].memory.available, facts.memory.available) for role, facts in settled.items()}
     if errors:
+        asked = [f"{role}: was asked, nothing of ours is left there" for role in after if role not in errors]
+        for error in errors.values():
+            error.details = "\n".join(filter(None, [error.details, *asked]))
         raise Failures(list(errors.values()))
     return report
 
@@ -104,9 +112,10 @@ def end_container(node: Node, container: ContainerFacts, stopping: Stopping) -> 
     how = "was not running"
     if container.is_running:
         signal = "SIGKILL" if stopping.force else container.stop_signal
-        stopping.tell(f"{container.name}: {signal}, up to {container.stop_seconds} s")
+        orderly = container.stop_seconds if stopping.seconds is None else stopping.seconds
+        seconds = _KILL_SECONDS if stopping.force else orderly
+        stopping.tell(f"{container.name}: {signal}, up to {seconds:g} s")
         _signal(node, container, signal)
-        seconds = _KILL_SECONDS if stopping.force else container.stop_seconds
         how = "killed" if stopping.force else "ended in order"
         if not _wait_for_end(node, container, seconds, stopping):
             stopping.tell(f"{container.name}: still there after {seconds:g} s, killing it")
@@ -192,12 +201,12 @@ def _settle(cluster: Cluster, facts: Mapping[Role, Facts], stopping: Stopping) -
 
 
 def abandon(cluster: Cluster, stopping: Stopping) -> list[SparkserveError]:
-    """Kill and remove both ranks at once after a start that failed; gives what could not be cleaned up."""
-    forced = Stopping(stopping.runs_dir, force=True, secrets=stopping.secrets)
+    """End and remove both ranks at once after a start that failed; gives what could not be cleaned up."""
+    hasty = Stopping(stopping.runs_dir, seconds=_HASTY_SECONDS, secrets=stopping.secrets)
 
     def clear(node: Node) -> None:
         for container in gather(node).containers:
-            end_container(node, container, forced)
+            end_container(node, container, hasty)
 
     errors = cluster.try_both(clear)[1]
     _confirm(cluster, errors)

@@ -10,7 +10,7 @@ from sparkserve.hosts import Host
 from sparkserve.streams import follow
 
 # No prompt for a password, and none of git's transports that run commands.
-GIT = ("env", "GIT_TERMINAL_PROMPT=0", "GIT_ALLOW_PROTOCOL=file:git:http:https:ssh:ext", "git")
+GIT = ("env", "GIT_TERMINAL_PROMPT=0", "GIT_ALLOW_PROTOCOL=file:git:http:https:ssh", "git")
 _REFS_SECONDS = 60.0
 
 

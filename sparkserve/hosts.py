@@ -302,11 +302,14 @@ class SshProcess:
 
     def close(self) -> None:
         """See `Process`."""
-        # sshd keeps a command, and its session, when only the channel is closed: the command must be ended by name.
-        for signal_name in ("TERM", "KILL"):
+        # sshd keeps a command, and its session, when only the channel is closed: the command itself must be ended.
+        # It takes no signals for root's own sessions; there only the end of its input is left to end a command.
+        with contextlib.suppress(OSError, EOFError):
+            self._channel.shutdown_write()
+        for name, seconds in (("TERM", 0.5), ("KILL", 0.5)):
             if not self._channel.status_event.is_set():
-                self._send_signal(signal_name)
-                self._channel.status_event.wait(2)
+                self._send_signal(name)
+                self._channel.status_event.wait(seconds)
         self._channel.close()
         if self._slot is not None:
             self._slot.release()
@@ -365,11 +368,7 @@ class SshHost(Host):
 
     def close(self) -> None:
         """See `Host`."""
-        transport = self.client.get_transport()
         self.client.close()
-        proxy = getattr(transport and transport.sock, "process", None)
-        if proxy is not None:  # paramiko ends the proxy command and leaves the waiting to us
-            proxy.communicate()
 
 
 class UnreachableHost(Host):

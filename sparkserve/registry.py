@@ -90,7 +90,8 @@ def _digest_of(answer: httpx.Response, reference: Reference) -> str:
     digest = answer.headers.get("Docker-Content-Digest") or "sha256:" + hashlib.sha256(answer.content).hexdigest()
     if not _DIGEST.fullmatch(digest) or (reference.digest and digest != reference.digest):
         message = f"{reference.registry} gives the digest {digest[:80]} for {reference.name}"
-        raise SparkserveError("registry_failed", f"{message}; needed: {reference.digest or 'a sha256'}")
+        needed = f"{message}; needed: {reference.digest or 'a sha256'}"
+        raise SparkserveError("registry_failed", needed, "look at the image in the recipe, and at a proxy in between")
     return digest
 
 

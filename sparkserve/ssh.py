@@ -9,6 +9,7 @@ import re
 import shlex
 import socket
 import subprocess
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,11 +148,18 @@ def connect(settings: Settings, node: str = "worker") -> SshHost:
     return SshHost(node, target, client)
 
 
-def _open_socket(target: SshTarget, node: str) -> socket.socket | paramiko.ProxyCommand:
-    import paramiko
+def _open_proxy(command: str) -> socket.socket:
+    """Start the command that stands for the connection, as ssh itself does; it ends with its socket."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(["sh", "-c", f"exec {command}"], stdin=theirs, stdout=theirs, start_new_session=True)
+    threading.Thread(target=process.wait, daemon=True).start()
+    return ours
 
+
+def _open_socket(target: SshTarget, node: str) -> socket.socket:
     if target.proxy_command:
-        return paramiko.ProxyCommand(target.proxy_command)
+        return _open_proxy(target.proxy_command)
     where = f"{target.address} port {target.port}"
     hint = f"ssh -p {target.port} {target.user}@{target.address} true"
     try:

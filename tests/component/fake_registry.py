@@ -23,6 +23,7 @@ class FakeRegistry:
     challenge: str = 'Bearer realm="{address}/token",service="fake",scope="repository:org/base:pull"'
     status: int = 200
     tells_digest: bool = True
+    told_digest: str = ""
     port: int = 0
     requests: list[str] = field(default_factory=list)
     surprises: list[str] = field(default_factory=list)
@@ -70,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = by_digest.get(wanted, registry.tags.get(wanted))
         if registry.status != 200 or body is None:
             return self._send(404 if registry.status == 200 else registry.status, b"", {}, with_body=with_body)
-        digest = {"Docker-Content-Digest": "sha256:" + hashlib.sha256(body).hexdigest()}
+        digest = {"Docker-Content-Digest": registry.told_digest or "sha256:" + hashlib.sha256(body).hexdigest()}
         headers = {"Content-Type": INDEX, **(digest if registry.tells_digest else {})}
         return self._send(200, body, headers, with_body=with_body)
 

@@ -351,7 +351,19 @@ def test_a_head_that_cannot_start_takes_the_worker_back(scene: Scene, daemon: st
     assert (error.code, error.node) == (code, "head")
     assert daemon in error.details
     assert scene.worker.containers == []
-    assert "SIGKILL sparkserve-rank1" in scene.worker.events
+    assert "SIGTERM sparkserve-rank1" in scene.worker.events
+
+
+def test_a_rank_that_hangs_is_killed_soon_after_a_failed_start(scene: Scene) -> None:
+    def act(head: Container, worker: Container) -> None:
+        head.ignores_sigterm = True
+        worker.end(1)
+
+    scene.when_both_run(act)
+    begun = time.monotonic()
+    scene.fail()
+    assert time.monotonic() - begun < 4
+    assert scene.head.events[-3:] == ["SIGTERM sparkserve-rank0", "SIGKILL sparkserve-rank0", "remove sparkserve-rank0"]
 
 
 def test_an_interrupt_while_waiting_takes_both_back(scene: Scene) -> None:
@@ -474,6 +486,7 @@ def test_a_node_that_cannot_be_asked_is_told_and_the_other_is_stopped(scene: Sce
     with pytest.raises(SparkserveError) as caught:
         stop(scene.cluster, stopping(scene))
     assert (caught.value.exit_code, caught.value.node) == (EXIT_COULD_NOT_LOOK, "worker")
+    assert flatten(caught.value)[0].details == "head: was asked, nothing of ours is left there"
     assert scene.head.containers == []
     facts, _ = scene.cluster.try_both(gather)
     assert "worker: could not be asked" in plan_stop(scene.cluster, facts, stopping(scene))[0].before

@@ -351,6 +351,7 @@ def test_a_registry_without_a_digest_header_is_read(hub: Hub, registry: FakeRegi
         ({"status": 401}, "registry_login"),
         ({"status": 429}, "registry_limit"),
         ({"status": 503}, "registry_failed"),
+        ({"told_digest": "md5:0"}, "registry_failed"),
     ],
 )
 def test_refusals_of_a_registry(
@@ -359,6 +360,12 @@ def test_refusals_of_a_registry(
     vars(registry).update(behaviour)
     (error,) = problems(recipe, settings_for(hub))
     assert (error.code, bool(error.hint)) == (code, True)
+
+
+def test_a_registry_that_tells_another_digest_is_not_believed(hub: Hub, registry: FakeRegistry, recipe: Recipe) -> None:
+    registry.told_digest = "sha256:" + "f" * 64
+    (error,) = problems(change_image(recipe, base_digest=registry.digest()), settings_for(hub))
+    assert error.code == "registry_failed"
 
 
 def test_a_registry_that_is_not_there(hub: Hub, recipe: Recipe) -> None:

@@ -21,8 +21,12 @@ from sparkserve.settings import Settings
 from tests.unit.cases import wait_for
 
 SSHD = "/usr/sbin/sshd"
-# sshd of root wants this directory, which only a started service makes: it gets one that nobody else sees.
-PRIVATE_RUN = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /run; mkdir -m 755 /run/sshd; exec "$@"', "sh"]
+USER = "spark-tester" if os.getuid() == 0 else getpass.getuser()
+# sshd of root wants /run/sshd, which only a started service makes, and root's own sessions are not like a user's:
+# in a mount namespace that nobody else sees there are both the directory and a user.
+NAMESPACE = f"""set -e; mount -t tmpfs tmpfs /run; mkdir -m 755 /run/sshd
+cp "$1" /run/keys; cp /etc/passwd /run/passwd; echo '{USER}:*:1500:1500::/run:/bin/sh' >> /run/passwd
+chmod 644 /run/keys /run/passwd; mount --bind /run/passwd /etc/passwd; shift; exec "$@\""""
 
 
 def free_port() -> int:
@@ -76,13 +80,14 @@ class Sshd:
         self.port = free_port()
         self.host_key = make_key(directory / "host")
         self.log = directory / "log"
-        self.authorized = directory / "authorized_keys"
+        self.user_key = make_key(directory / "user")
+        authorized = Path(f"{self.user_key}.pub")
         config = {
             "Port": str(self.port),
             "ListenAddress": "127.0.0.1",
             "HostKey": str(self.host_key),
             "PidFile": "none",
-            "AuthorizedKeysFile": str(self.authorized),
+            "AuthorizedKeysFile": f"{authorized} /run/keys",
             "StrictModes": "no",
             "UsePAM": "no",
             "PasswordAuthentication": "no",
@@ -90,8 +95,9 @@ class Sshd:
             "LogLevel": "VERBOSE",
         }
         (directory / "sshd_config").write_text("".join(f"{name} {value}\n" for name, value in config.items()))
-        needs_run = os.getuid() == 0 and not Path("/run/sshd").is_dir()
-        argv = [*(PRIVATE_RUN if needs_run else []), SSHD, "-D", "-e", "-f", str(directory / "sshd_config")]
+        argv = [SSHD, "-D", "-e", "-f", str(directory / "sshd_config")]
+        if os.getuid() == 0:
+            argv = ["unshare", "--mount", "sh", "-c", NAMESPACE, "sh", str(authorized), *argv]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         wait_for(lambda: "Server listening" in self.log.read_text(), "sshd listens")
@@ -149,8 +155,6 @@ def make_client(directory: Path, server: Sshd, monkeypatch: pytest.MonkeyPatch) 
     real = shutil.which("ssh")
     script = f'#!/bin/sh\nexec {real} -F {directory}/config "$@"\n'
     put_first_on_path(directory / "bin", "ssh", script, monkeypatch)
-    key = make_key(directory / "user")
-    server.authorized.write_text(Path(f"{key}.pub").read_text())
     known = directory / "known_hosts"
     known.write_text(f"[127.0.0.1]:{server.port} {Path(f'{server.host_key}.pub').read_text()}")
     client = Client(directory)
@@ -158,7 +162,7 @@ def make_client(directory: Path, server: Sshd, monkeypatch: pytest.MonkeyPatch) 
         HostName="127.0.0.1",
         Port=str(server.port),
         User=getpass.getuser(),
-        IdentityFile=str(key),
+        IdentityFile=str(server.user_key),
         UserKnownHostsFile=str(known),
         GlobalKnownHostsFile="/dev/null",
     )

@@ -16,7 +16,7 @@ from sparkserve.cluster import NodeSession
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, SparkserveError
 from sparkserve.hosts import SshHost, running
 from tests.unit.cases import wait_for
-from tests.unit.sshd import Client, Sshd, fingerprint, free_port, make_client, make_key, running_sshd
+from tests.unit.sshd import USER, Client, Sshd, fingerprint, free_port, make_client, make_key, running_sshd
 from tests.unit.test_hosts import MEGABYTES, WEIRD_WORDS, children
 
 
@@ -33,6 +33,14 @@ def client(tmp_path: Path, server: Sshd, monkeypatch: pytest.MonkeyPatch) -> Cli
 
 @pytest.fixture
 def host(client: Client) -> Iterator[SshHost]:
+    found = client.connect()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def user_host(client: Client) -> Iterator[SshHost]:
+    client.set(User=USER)
     found = client.connect()
     yield found
     found.close()
@@ -85,11 +93,11 @@ def test_timeout(host: SshHost, stdin: bytes) -> None:
     assert host.run(["echo", "well"]).text == "well"
 
 
-def test_timeout_ends_the_command_on_the_node_and_its_children(host: SshHost) -> None:
+def test_timeout_ends_the_command_on_the_node_and_its_children(user_host: SshHost) -> None:
     seconds = f"95.{os.getpid()}"
     for script in (f"sleep {seconds} & wait", f"trap '' TERM; sleep {seconds}"):
         with pytest.raises(SparkserveError, match="gave no end"):
-            host.run(["sh", "-c", script], timeout=0.3)
+            user_host.run(["sh", "-c", script], timeout=0.3)
         wait_for(lambda: not children(seconds), "the child is gone")
 
 
@@ -178,7 +186,19 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_write(client: Client, serve
     assert path.read_bytes() == b"old"
 
 
+def test_commands_that_nothing_ends_use_up_the_sessions(client: Client, server: Sshd) -> None:
+    host = client.connect()  # as root, whose commands sshd sends no signals
+    with pytest.raises(SparkserveError) as caught:
+        for _ in range(12):
+            with pytest.raises(SparkserveError, match="gave no end"):
+                host.run(["sleep", "8"], timeout=0.01)
+    assert (caught.value.code, caught.value.node) == ("ssh_sessions", "worker")
+    server.cut()
+    host.close()
+
+
 def test_no_slot_is_lost_by_failures(client: Client, server: Sshd) -> None:
+    client.set(User=USER)
     host = client.connect()
     for _ in range(10):
         host.run(["false"], check=False)
