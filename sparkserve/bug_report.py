@@ -26,8 +26,9 @@ def write_bug_report(error: Exception, words: Sequence[str]) -> tuple[Sparkserve
     path = directory / time.strftime("%Y%m%d-%H%M%S.log")
     head = f"sparkserve {__version__}, Python {platform.python_version()}, {platform.platform()}\n{shlex.join(words)}\n"
     text = head + "".join(traceback.format_exception(error))
-    path.write_text(mask(text, [SecretStr(os.environ.get("HF_TOKEN", ""))]), encoding="utf-8")
+    secrets = [SecretStr(os.environ.get("HF_TOKEN", ""))]
+    path.write_text(mask(text, secrets), encoding="utf-8")
     for old in sorted(directory.glob("*.log"))[:-_KEPT]:
         old.unlink()
-    message = f"this is a bug in sparkserve: {type(error).__name__}: {error}"
+    message = mask(f"this is a bug in sparkserve: {type(error).__name__}: {error}", secrets)
     return (SparkserveError("bug", message, f"please report it with {path}"),)

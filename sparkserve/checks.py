@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sparkserve.cluster import Role
-from sparkserve.errors import EXIT_NOT_READY, Failures, SparkserveError
+from sparkserve.errors import DOCKER_PROBLEMS, EXIT_NOT_READY, Failures, SparkserveError
 from sparkserve.link import LinkFacts
 from sparkserve.recipe import Recipe
 from sparkserve.settings import Settings, variable_name
@@ -18,11 +18,6 @@ _GIB = 1024**3
 _ARCHITECTURES = {"aarch64": "arm64", "x86_64": "amd64"}
 # Room that stays free on every file system that is written, for logs and the engine's own small files.
 _DISK_MARGIN = 2_000_000_000
-_DOCKER_HINTS = {
-    "missing": "sudo apt-get install docker.io, or start it: sudo systemctl start docker",
-    "refused": "sudo systemctl start docker",
-    "permission": "sudo usermod -aG docker $USER, then log in again",
-}
 
 
 @dataclass(frozen=True)
@@ -69,14 +64,15 @@ def check_basics(recipe: Recipe, system: Mapping[Role, SystemFacts]) -> list[Che
     checks = []
     for role, facts in system.items():
         error = facts.docker.error
+        observed, hint = DOCKER_PROBLEMS.get(error, (f"the Docker engine: {facts.docker.version}", ""))
         checks.append(
             Check(
                 "docker",
                 role,
                 "fail" if error else "ok",
-                f"the Docker engine: {error or facts.docker.version}",
+                observed,
                 "an engine that this account can reach",
-                _DOCKER_HINTS.get(error, "`docker version` on that node tells why") if error else "",
+                hint,
             )
         )
         missing = [name for name, path in facts.tools.items() if path is None]
@@ -169,8 +165,9 @@ def check_disks(needs: Iterable[DiskNeed], system: Mapping[Role, SystemFacts]) -
         if total == 0:
             continue
         parts = ", ".join(f"{need.what} {show_size(need.size)}" for need in together if need.size)
-        enough = disk.free >= total + _DISK_MARGIN and disk.free_inodes > 1000
-        observed = f"{disk.path}: {show_size(disk.free)} free, {disk.free_inodes} inodes"
+        enough = disk.free >= total + _DISK_MARGIN and (disk.free_inodes is None or disk.free_inodes > 1000)
+        inodes = "" if disk.free_inodes is None else f", {disk.free_inodes} inodes"
+        observed = f"{disk.path}: {show_size(disk.free)} free{inodes}"
         needed = f"{show_size(total + _DISK_MARGIN)} ({parts}, and {show_size(_DISK_MARGIN)} to spare)"
         hint = f"free some space, or set {variable_name('models_dir')} to a larger disk"
         checks.append(Check("disk", node, "ok" if enough else "fail", observed, needed, hint))

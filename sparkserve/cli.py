@@ -27,7 +27,6 @@ app = typer.Typer(
     name="sparkserve",
     help="Serve one large model across two NVIDIA DGX Spark as one OpenAI-compatible endpoint, and prove every step.",
     epilog="Start here: sparkserve up --dry-run",
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -77,18 +76,22 @@ def command(examples: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             for name, annotation in _COMMON.items()
         ]
 
+        name = function.__name__.strip("_").replace("_", "-")
+
         @functools.wraps(function)
         def run(**values: Any) -> Any:  # noqa: ANN401 - what the command line gave
             common = Common(**{name: values.pop(name) for name in _COMMON})
             if common.verbose:
                 logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(name)s %(message)s")
                 logging.getLogger("paramiko").setLevel(logging.WARNING)
-            return function(common, **values)
+            try:
+                return function(common, **values)
+            except KeyboardInterrupt as error:  # Typer would end the program without a word of ours
+                raise _interrupted(name, error) from error
 
         parameters = [item.replace(kind=keyword) for item in own] + shared
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {item.name: item.annotation for item in parameters}
-        name = function.__name__.strip("_").replace("_", "-")
         app.command(name, epilog=f"Examples: {examples}")(run)
         return run
 
@@ -297,9 +300,9 @@ def logs(
 @command("sparkserve recipes")
 def recipes(common: Common) -> None:
     """List the recipes that came with sparkserve."""
-    from sparkserve import recipe, tables
+    from sparkserve import recipe_source, tables
 
-    rows = [recipe.load_recipe(name) for name in recipe.shipped_names()]
+    rows = [recipe_source.load_recipe(name) for name in recipe_source.shipped_names()]
     common.output.result("recipes", {"recipes": tables.recipe_rows(rows)}, tables.recipes_table(rows))
 
 
@@ -356,8 +359,6 @@ def _run(words: list[str]) -> int:
         hint = f"sparkserve {name} --help" if known else "sparkserve --help"
         output.error(name, SparkserveError("usage", str(error), hint, exit_code=EXIT_USAGE))
         return EXIT_USAGE
-    except KeyboardInterrupt as error:
-        return _interrupted(name, output, error)
     except BrokenPipeError:
         return EXIT_FAILED
     except Exception as error:  # noqa: BLE001 - the top: anything else is a bug of ours, and goes to the log
@@ -368,10 +369,9 @@ def _run(words: list[str]) -> int:
     return int(code or 0)
 
 
-def _interrupted(name: str, output: Output, error: KeyboardInterrupt) -> int:
+def _interrupted(name: str, error: KeyboardInterrupt) -> SparkserveError:
     code = int(getattr(error, "exit_code", 130))
     report = getattr(error, "report", None)
     done = f"; {len(report.applied)} changes are done and proved" if report is not None else ""
     hint = f"`sparkserve {name}` goes on where it ended" if report is not None else ""
-    output.error(name, SparkserveError("interrupted", f"interrupted{done}", hint, exit_code=code))
-    return code
+    return SparkserveError("interrupted", f"interrupted{done}", hint, exit_code=code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import queue
 import threading
@@ -16,19 +17,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from sparkserve import node_program
-from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, Failures, SparkserveError
-from sparkserve.hosts import Host, LocalHost, Process, SshHost, UnreachableHost, connection_lost, expand_home
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, Failures, SparkserveError, usage_error
+from sparkserve.hosts import Host, LocalHost, Process, UnreachableHost, connection_lost, expand_home
 from sparkserve.lock import Lock
 from sparkserve.manifest import Manifest, ManifestFile
 from sparkserve.recipe import Recipe
 from sparkserve.settings import Settings
+from sparkserve.ssh_host import SshHost
 
 if TYPE_CHECKING:
     import docker
 
+log = logging.getLogger("sparkserve.cluster")
+
 Role = Literal["head", "worker"]
 ROLES: tuple[Role, Role] = ("head", "worker")
 Result = TypeVar("Result")
+# The exit code with which every shell says that there is no such command.
+_NOT_FOUND = 127
 # The node reads exactly the program's bytes from stdin; what follows on the same stream are requests.
 _BOOTSTRAP = "import sys; exec(compile(sys.stdin.buffer.read({size}), 'node_program', 'exec'))"
 
@@ -51,18 +57,24 @@ class NodeSession:
         try:
             self._process.stdin.write(data)
             self._process.stdin.flush()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # lost, or closed by us
             raise self._end_error() from error
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        try:
             for line in self._process.stdout:
-                message = json.loads(line)
-                self._answers[message["id"]].put(message)
-        with self._lock:
-            self._ended = True
-            for answers in self._answers.values():
-                answers.put(None)
+                if line.startswith(b'{"id":'):
+                    message = json.loads(line)
+                    self._answers[message["id"]].put(message)
+                else:  # a shell that greets on every login must not end the session
+                    log.debug("%s: not ours: %r", self._host.name, line)
+        except (OSError, ValueError):
+            log.debug("%s: the node program's answers end in the middle", self._host.name)
+        finally:
+            with self._lock:
+                self._ended = True
+                for answers in self._answers.values():
+                    answers.put(None)
 
     def ask(
         self,
@@ -103,11 +115,17 @@ class NodeSession:
 
     def _end_error(self) -> SparkserveError:
         details = self._process.error_text().strip()
-        if "not found" in details or "No such file" in details:
+        try:
+            code = self._process.wait(2)
+        except (TimeoutError, SparkserveError):
+            return connection_lost(self._host.name, details)
+        if code == _NOT_FOUND:
             hint = "sudo apt-get install python3"
             message = "python3 is not there, or not on PATH for SSH sessions"
             return SparkserveError("python_missing", message, hint, self._host.name, details, EXIT_NOT_READY)
-        return connection_lost(self._host.name, details)
+        message = f"the node program ended with exit code {code}"
+        hint = "the machine may be out of memory: wait a minute, then look again"
+        return SparkserveError("node_ended", message, hint, self._host.name, details, EXIT_COULD_NOT_LOOK)
 
     def close(self) -> None:
         """End the program; it also ends by itself with the connection."""
@@ -246,7 +264,9 @@ class Cluster:
                 thread.join(0.5)  # short joins leave room for Ctrl-C
         if bugs:
             raise bugs[0]
-        return results, {role: errors[role] for role in ROLES if role in errors}
+        # By rank, not by who was first: what is told of two nodes is told in the same order every time.
+        answered = {role: results[role] for role in ROLES if role in results}
+        return answered, {role: errors[role] for role in ROLES if role in errors}
 
 
 @dataclass(frozen=True)
@@ -265,10 +285,7 @@ def connect(settings: Settings, *, lenient: bool = False) -> Iterator[Cluster]:
 
     A `lenient` caller (status, stop) gets the pair also when the worker cannot be reached; asking it then tells why.
     """
-    if not settings.worker:
-        raise SparkserveError(
-            "worker_unset", "SPARKSERVE_WORKER is not set", "write SPARKSERVE_WORKER=user@address to .env", exit_code=2
-        )
+    require_worker(settings)
     head = Node("head", LocalHost("head"), settings)
     try:
         worker = Node("worker", _worker_host(settings, lenient=lenient), settings)
@@ -280,6 +297,13 @@ def connect(settings: Settings, *, lenient: bool = False) -> Iterator[Cluster]:
     finally:
         worker.close()
         head.close()
+
+
+def require_worker(settings: Settings) -> None:
+    """Refuse settings that name no second machine, before anything is looked up for them."""
+    if not settings.worker:
+        hint = "write SPARKSERVE_WORKER=user@address to .env, in the directory where you type the command"
+        raise usage_error("worker_unset", "SPARKSERVE_WORKER is not set", hint)
 
 
 def _worker_host(settings: Settings, *, lenient: bool) -> Host:

@@ -12,7 +12,14 @@ from typing import Any, Protocol
 
 from sparkserve.cluster import ROLES, Deployment, Node, Role
 from sparkserve.errors import SparkserveError
-from sparkserve.parameters import check_exposure, check_extra_args, decide_parameters, decide_ports, launcher_flags
+from sparkserve.parameters import (
+    check_exposure,
+    check_extra_args,
+    check_json,
+    decide_parameters,
+    decide_ports,
+    launcher_flags,
+)
 from sparkserve.recipe import PLACEHOLDERS, Parameters, render
 
 OWNER_LABEL = "sparkserve.owner"
@@ -108,14 +115,18 @@ def container_name(rank: int) -> str:
 
 
 def build_spec(
-    deployment: Deployment, rank: int, links: Mapping[Role, LinkPlace], template_path: str, image: str
+    deployment: Deployment, rank: int, links: Mapping[Role, LinkPlace], files: Mapping[str, str], image: str
 ) -> ContainerSpec:
-    """Build the container of a rank from the settings, the recipe, the lock and the places of the rank's own node."""
+    """Build the container of a rank from the settings, the recipe, the lock and the places of the rank's own node.
+
+    `files` are single files beside the weights: path in the container to path on the node.
+    """
     check_exposure(deployment.settings, deployment.recipe)
     check_extra_args(deployment.settings.extra_args, launcher_flags(deployment.recipe))
     values = _values(deployment, rank, links, image)
-    mounts = _mounts(deployment, rank, template_path)
+    mounts = _mounts(deployment, rank, files)
     spec = _fill(deployment, rank, values, mounts)
+    check_json(spec.argv)
     # The GID index moves by itself when a link comes up again: it must not make a running pair look outdated.
     steady = _fill(deployment, rank, {**values, "link.gid_index": "<link.gid_index>"}, mounts)
     labels = {
@@ -155,6 +166,7 @@ def _values(deployment: Deployment, rank: int, links: Mapping[Role, LinkPlace], 
         "weights.id": deployment.lock.weights_id,
         "image.id": _image_id(image),
         **{name: getattr(parameters, name) for name in ("model_name", "context", "requests", "drafts")},
+        "kv_bytes": recipe.memory.kv_bytes,
         "image": image,
     }
     return {name: str(value) for name, value in known.items() if value is not None}
@@ -212,11 +224,9 @@ def _switched(deployment: Deployment, parameters: Parameters, rank: int) -> list
     return words
 
 
-def _mounts(deployment: Deployment, rank: int, template_path: str) -> tuple[BindMount, ...]:
+def _mounts(deployment: Deployment, rank: int, files: Mapping[str, str]) -> tuple[BindMount, ...]:
     recipe, node = deployment.recipe, deployment.cluster.node(ROLES[rank])
-    mounts = _weights_mounts(deployment, node)
-    if recipe.chat_template is not None:
-        mounts.append(BindMount(template_path, recipe.chat_template.mount))
+    mounts = [*_weights_mounts(deployment, node), *(BindMount(source, target) for target, source in files.items())]
     if deployment.settings.api_key_file is not None and rank == 0:
         key_file = deployment.settings.api_key_file.expanduser()
         mounts.append(BindMount(str(Path.cwd() / key_file), recipe.launch.api_key_mount))
@@ -229,6 +239,7 @@ def _weights_mounts(deployment: Deployment, node: Node) -> list[BindMount]:
     return [
         BindMount(node.place(manifest, file), f"{targets[manifest.name]}/{file.path}")
         for manifest in deployment.lock.weights
+        if targets[manifest.name]
         for file in manifest.files
     ]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import paramiko
 
-    from sparkserve.hosts import SshHost
+    from sparkserve.ssh_host import SshHost
 
 # Long enough for a slow answer of a loaded machine; waits that may take longer pass their own limit.
 _SECONDS = 120
@@ -25,7 +25,7 @@ _SECONDS = 120
 class _SharedConnectionAdapter(SSHHTTPAdapter):
     """Docker's own SSH transport on our connection: the same host key, user and key as everything else.
 
-    It overrides two private methods of the pinned docker package; `tests/test_docker_client.py` holds them in place.
+    It overrides two private methods of the docker package; `tests/unit/test_docker_client.py` holds them in place.
     """
 
     def __init__(self, client: paramiko.SSHClient) -> None:

@@ -15,7 +15,7 @@ from sparkserve.engine_facts import ContainerFacts, Facts, gather
 from sparkserve.engine_stop import Stopping, abandon, stop
 from sparkserve.engine_watch import Launch, wait_until_ready
 from sparkserve.errors import EXIT_NOT_READY, Failures, SparkserveError
-from sparkserve.plan import Change, Work, key_of
+from sparkserve.plan import ApplyReport, Change, Work, key_of
 
 __all__ = ["Facts", "Launch", "gather", "new_run", "plan", "plan_stop"]
 STEP = "start"
@@ -141,6 +141,12 @@ def _ready(deployment: Deployment, launch: Launch, needs: tuple[str, ...]) -> Ch
 
     after = f"answers as {launch.endpoint.model}"
     return Change("head", STEP, "ready", "no answer", after, action, needs, "start")
+
+
+def is_half_started(report: ApplyReport) -> bool:
+    """Whether a run ended after a rank was created and before the pair answered."""
+    done = {item.change.resource for item in report.applied if item.change.step == STEP}
+    return bool(done - {"old pair"}) and "ready" not in done
 
 
 def create(node: Node, spec: ContainerSpec) -> str:

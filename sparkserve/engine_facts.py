@@ -19,7 +19,7 @@ from sparkserve.container import (
     SPEC_LABEL,
     container_name,
 )
-from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, docker_unreachable
 
 LOOK_SECONDS = 5.0
 _NAMES = (container_name(0), container_name(1))
@@ -152,18 +152,7 @@ def docker_body(answer: Mapping[str, Any], node: str) -> Any:  # noqa: ANN401 - 
     """Take the body of a Docker answer; anything but 200 is an error: "could not look" is never "none"."""
     if answer.get("status") == 200:
         return answer["body"]
-    hints = {
-        "missing": "start it: sudo systemctl start docker",
-        "refused": "start it: sudo systemctl start docker",
-        "permission": "sudo usermod -aG docker $USER, then log in again",
-        "timeout": "the machine may be overloaded: wait a minute, then look again",
-    }
-    problem = answer.get("error") or f"HTTP {answer.get('status')}"
-    details = str((answer.get("body") or {}).get("message", "")) if isinstance(answer.get("body"), dict) else ""
-    message = f"cannot ask the Docker engine: {problem}"
-    raise SparkserveError(
-        "docker_unreachable", message, hints.get(problem, ""), node, details, exit_code=EXIT_COULD_NOT_LOOK
-    )
+    raise docker_unreachable(answer, node, EXIT_COULD_NOT_LOOK)
 
 
 def _entrypoint(answer: Mapping[str, Any], node: str) -> tuple[str, ...] | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -12,6 +14,23 @@ EXIT_NOT_RUNNING = 5
 EXIT_COULD_NOT_LOOK = 6
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+# What keeps a node from asking its Docker engine: what that means, and what to type there.
+DOCKER_PROBLEMS = {
+    "missing": (
+        "there is no Docker engine: its socket is missing",
+        "sudo systemctl start docker, or where it was never installed: sudo apt-get install docker.io",
+    ),
+    "refused": ("the Docker engine does not run", "sudo systemctl start docker"),
+    "permission": (
+        "this account may not use the Docker engine",
+        "sudo usermod -aG docker $USER, then log in again",
+    ),
+    "timeout": (
+        "the Docker engine gives no answer",
+        "the machine may be overloaded: wait a minute, then look again",
+    ),
+    "failed": ("the Docker engine cannot be asked", "`docker version` on that node tells why"),
+}
 
 
 @dataclass
@@ -51,6 +70,17 @@ def flatten(error: SparkserveError) -> list[SparkserveError]:
     if isinstance(error, Failures):
         return [single for inner in error.errors for single in flatten(inner)]
     return [error]
+
+
+def docker_unreachable(answer: Mapping[str, Any], node: str, exit_code: int) -> SparkserveError:
+    """Explain an answer of a node's Docker engine, as the node program gives it, that is none."""
+    problem = str(answer.get("error") or "failed")
+    observed, hint = DOCKER_PROBLEMS.get(problem, DOCKER_PROBLEMS["failed"])
+    body = answer.get("body")
+    details = str(body.get("message", "")) if isinstance(body, dict) else ""
+    if "status" in answer:
+        details = f"HTTP {answer['status']} {details}".strip()
+    return SparkserveError("docker_unreachable", observed, hint, node, details, exit_code)
 
 
 def usage_error(code: str, message: str, hint: str = "") -> SparkserveError:

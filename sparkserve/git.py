@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Callable
 
 from sparkserve.errors import SparkserveError
@@ -33,6 +34,16 @@ def list_refs(host: Host, repository: str) -> dict[str, str]:
         raise unreachable(repository, answer.error_text)
     pairs = (line.split("\t", 1) for line in answer.text.splitlines() if "\t" in line)
     return {name: commit for commit, name in pairs}
+
+
+def lacks_commit(host: Host, repository: str, commit: str) -> bool:
+    """Whether a repository says that it has no such commit; one that gives no single commits does not say."""
+    with tempfile.TemporaryDirectory(prefix="sparkserve-") as place:
+        host.run([*GIT, "init", "--quiet", "--bare", place])
+        git = [*GIT, f"--git-dir={place}"]
+        wanted = ["--depth", "1", "--filter=tree:0", "--no-tags", "--", repository, commit]
+        answer = host.run([*git, "fetch", "--quiet", *wanted], timeout=_REFS_SECONDS, check=False)
+    return answer.exit_code != 0 and "not our ref" in answer.error_text
 
 
 def fetch_commit(host: Host, repository: str, commit: str, below: str, check: Callable[[], None]) -> str:

@@ -1,4 +1,4 @@
-"""A machine seen as run, read, write: the local one or one over SSH; quoting and masking live here only."""
+"""A machine seen as run, read, write; masking, and everything about the local machine."""
 
 from __future__ import annotations
 
@@ -15,21 +15,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol, cast
+from typing import IO, Protocol
 
 from pydantic import SecretStr
 
 from sparkserve.errors import SparkserveError
 
-if TYPE_CHECKING:
-    import paramiko
-
-    from sparkserve.ssh import SshTarget
-
 log = logging.getLogger("sparkserve.hosts")
 
-# An sshd takes ten sessions on one connection by default; four stay for the Docker client and the node program.
-_SESSIONS = 6
 # A constant script; path and mode arrive as its arguments, the content on stdin. The rename makes it all or nothing.
 # A cut connection ends stdin too: only a file of the whole size may take its name.
 _WRITE_SCRIPT = """set -e; t="$1.sparkserve-new"; (umask 077; cat > "$t")
@@ -138,6 +131,16 @@ class Host(ABC):
         """Whether we are root on the machine."""
         return self.run(["id", "-u"]).text == "0"
 
+    def check_sudo_password(self) -> None:
+        """Try the password that we were given, so that a wrong one shows before anything was changed."""
+        try:
+            self.sudo(["true"])
+        except SparkserveError as error:
+            if error.code != "command_failed":
+                raise
+            message = "sudo refuses the password that it was given"
+            raise sudo_needs_password(self.name, message, error.details) from error
+
     def sudo(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 60.0) -> CommandResult:
         """Run `argv` as root: directly, or by sudo without a password, or with the password we were given."""
         if self.is_root():
@@ -156,15 +159,12 @@ def write_argv(path: str | Path, mode: int, size: int) -> list[str]:
     return ["sh", "-c", _WRITE_SCRIPT, "sh", str(path), f"{mode:o}", str(size)]
 
 
-def sudo_needs_password(node: str) -> SparkserveError:
+def sudo_needs_password(
+    node: str, message: str = "sudo asks for a password and none was given", details: str = ""
+) -> SparkserveError:
     """Say that sudo asks for a password that we do not have."""
-    return SparkserveError(
-        "sudo_password",
-        "sudo asks for a password and none was given",
-        "run `sparkserve tune` on a terminal, or set SPARKSERVE_SUDO_PASSWORD_FILE to a file of mode 0600",
-        node,
-        exit_code=3,
-    )
+    hint = "run `sparkserve tune` on a terminal, or set SPARKSERVE_SUDO_PASSWORD_FILE to a file of mode 0600"
+    return SparkserveError("sudo_password", message, hint, node, details, exit_code=3)
 
 
 def _exchange(process: Process, stdin: bytes, timeout: float) -> bytes:
@@ -194,7 +194,7 @@ def _exchange(process: Process, stdin: bytes, timeout: float) -> bytes:
     return b"".join(chunks)
 
 
-class _Collector:
+class Collector:
     """Keeps the last part of a stream while it flows."""
 
     def __init__(self, stream: IO[bytes]) -> None:
@@ -208,6 +208,7 @@ class _Collector:
                 self._tail = (self._tail + chunk)[-65536:]
 
     def text(self, wait: float = 1.0) -> str:
+        """Give what was kept, after a moment for what is still on its way."""
         self._thread.join(wait)
         return self._tail.decode(errors="replace")
 
@@ -231,7 +232,7 @@ class LocalProcess:
             raise AssertionError("Popen was asked for pipes")
         self.stdin, self.stdout = self._popen.stdin, self._popen.stdout
         self._stderr = self._popen.stderr
-        self._errors = _Collector(self._stderr)
+        self._errors = Collector(self._stderr)
 
     def wait(self, timeout: float | None = None) -> int:
         """See `Process`."""
@@ -272,103 +273,6 @@ class LocalHost(Host):
 
     def close(self) -> None:
         """See `Host`."""
-
-
-class SshProcess:
-    """A command on one channel of the control connection."""
-
-    def __init__(self, node: str, channel: paramiko.Channel, slot: threading.Semaphore) -> None:
-        self._node = node
-        self._channel = channel
-        self._slot: threading.Semaphore | None = slot
-        # paramiko's files are file-like without being typed as such
-        self.stdin: IO[bytes] = cast("Any", channel.makefile_stdin("wb"))
-        self.stdout: IO[bytes] = cast("Any", channel.makefile("rb"))
-        self._errors = _Collector(cast("Any", channel.makefile_stderr("rb")))
-
-    def wait(self, timeout: float | None = None) -> int:
-        """See `Process`."""
-        if not self._channel.status_event.wait(timeout):
-            raise TimeoutError
-        code = self._channel.recv_exit_status()
-        # No code: a signal ended the command, unless the whole connection is gone and nothing is known of it.
-        if code == -1 and not self._channel.get_transport().is_active():
-            raise connection_lost(self._node, self.error_text())
-        return code
-
-    def error_text(self) -> str:
-        """See `Process`."""
-        return self._errors.text()
-
-    def close(self) -> None:
-        """See `Process`."""
-        # sshd keeps a command, and its session, when only the channel is closed: the command itself must be ended.
-        # It takes no signals for root's own sessions; there only the end of its input is left to end a command.
-        with contextlib.suppress(OSError, EOFError):
-            self._channel.shutdown_write()
-        for name, seconds in (("TERM", 0.5), ("KILL", 0.5)):
-            if not self._channel.status_event.is_set():
-                self._send_signal(name)
-                self._channel.status_event.wait(seconds)
-        self._channel.close()
-        if self._slot is not None:
-            self._slot.release()
-            self._slot = None
-
-    def _send_signal(self, name: str) -> None:
-        """Send a signal to the command's process group (RFC 4254, 6.9), for which paramiko has no call of its own."""
-        import paramiko
-
-        transport: Any = self._channel.get_transport()
-        message = paramiko.Message()
-        message.add_byte(paramiko.common.cMSG_CHANNEL_REQUEST)
-        message.add_int(self._channel.remote_chanid)
-        message.add_string("signal")
-        message.add_boolean(False)  # noqa: FBT003 - no reply is wanted
-        message.add_string(name)
-        with contextlib.suppress(paramiko.SSHException, OSError, EOFError):  # a lost connection ends it as well
-            transport._send_user_message(message)
-
-
-class SshHost(Host):
-    """A machine over one SSH connection; many commands share it, each on a channel of its own."""
-
-    def __init__(self, name: str, target: SshTarget, client: paramiko.SSHClient) -> None:
-        super().__init__(name)
-        self.target = target
-        self.client = client
-        self._slots = threading.Semaphore(_SESSIONS)
-
-    def open(self, argv: Sequence[str]) -> Process:
-        """See `Host`."""
-        import paramiko
-
-        self._slots.acquire()
-        try:
-            transport = self.client.get_transport()
-            if transport is None or not transport.is_active():
-                raise connection_lost(self.name)
-            channel = transport.open_session(timeout=20)
-            # SSH carries one string for the remote shell: this is the single place where words become a line.
-            channel.exec_command(shlex.join(argv))
-            return SshProcess(self.name, channel, self._slots)
-        except BaseException as error:
-            self._slots.release()
-            if isinstance(error, paramiko.ChannelException):
-                message = "sshd opens no further session on this connection"
-                hint = "MaxSessions in the node's sshd_config should be 10, its default, or more"
-                raise SparkserveError("ssh_sessions", message, hint, self.name, str(error)) from error
-            if isinstance(error, (paramiko.SSHException, OSError, EOFError)):
-                raise connection_lost(self.name, str(error)) from error
-            raise
-
-    def bulk_argv(self, argv: Sequence[str], link_address: str) -> list[str]:
-        """See `Host`: an OpenSSH process, over the link address if one is named."""
-        return [*self.target.bulk_command(link_address), shlex.join(argv)]
-
-    def close(self) -> None:
-        """See `Host`."""
-        self.client.close()
 
 
 class UnreachableHost(Host):

@@ -86,10 +86,7 @@ def labels_of(recipe: Recipe, lock: Lock) -> dict[str, str]:
 
 def long_flags(recipe: Recipe) -> tuple[str, ...]:
     """List every long flag that the recipe may give to the engine."""
-    launch = recipe.launch
-    words = [*launch.argv, *launch.head_argv, *launch.worker_argv]
-    for switch in launch.switches:
-        words += [*switch.on, *switch.off]
+    words = recipe.launch.words
     return tuple(dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--") and word != "--"))
 
 

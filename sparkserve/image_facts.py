@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkserve.cluster import Node
-from sparkserve.errors import EXIT_NOT_READY, SparkserveError
+from sparkserve.errors import EXIT_NOT_READY, SparkserveError, docker_unreachable
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,7 @@ def find_image(node: Node, answer: Mapping[str, Any]) -> ImageFacts | None:
 
 def _body(node: Node, answer: Mapping[str, Any]) -> Mapping[str, Any]:
     if answer.get("status") != 200:
-        observed = answer.get("error") or f"answer {answer.get('status')}"
-        message = f"the Docker engine cannot be asked: {observed}"
-        hint = "`docker version` on that node tells why; a new member of the docker group must log in again"
-        raise SparkserveError("docker_unreachable", message, hint, node.role, exit_code=EXIT_NOT_READY)
+        raise docker_unreachable(answer, node.role, EXIT_NOT_READY)
     body: Mapping[str, Any] = answer["body"]
     return body
 

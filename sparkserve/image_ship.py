@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from sparkserve.cluster import Cluster, Node
 from sparkserve.errors import SparkserveError
-from sparkserve.hosts import SshHost
 from sparkserve.image_facts import Facts, ImageFacts, check_room, gather
 from sparkserve.plan import Work
+from sparkserve.ssh_host import SshHost
 from sparkserve.streams import join
 
 # The first engine API whose `docker save` can be told the one platform to write.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,14 +13,15 @@ from typing import Protocol
 from pydantic import SecretStr
 
 from sparkserve import checks, engine, engine_logs, link, lock, planning, status_look, tuning
-from sparkserve.cluster import Deployment, Node, connect, pair_lock, state_dir
+from sparkserve.cluster import ROLES, Cluster, Deployment, Node, connect, pair_lock, require_worker, state_dir
 from sparkserve.endpoint import open_endpoint
 from sparkserve.engine_logs import LogLine, LogQuery
-from sparkserve.engine_stop import Stopping
+from sparkserve.engine_stop import Stopping, abandon
 from sparkserve.errors import EXIT_NOT_READY, SparkserveError, usage_error
 from sparkserve.parameters import decide_parameters
-from sparkserve.plan import Applied, ApplyReport, Change, Plan, Reporter, apply, select
-from sparkserve.recipe import Recipe, load_recipe
+from sparkserve.plan import Applied, ApplyReport, Change, Interrupted, Plan, Reporter, apply, select
+from sparkserve.recipe import Recipe
+from sparkserve.recipe_source import load_recipe
 from sparkserve.settings import Loaded, Settings, load, read_secret
 from sparkserve.status_look import Question, Status
 from sparkserve.verify import Exam, Proof, verify
@@ -139,6 +140,7 @@ def lock_sources(session: Session, *, update: bool, dry_run: bool) -> Locked:
 @contextmanager
 def deployed(session: Session) -> Iterator[tuple[Deployment, bool]]:
     """Resolve what is wanted and connect to both nodes; tells whether the lock still has to be written."""
+    require_worker(session.settings)
     found, is_new = resolve_lock(session)
     with connect(session.settings) as cluster:
         yield Deployment(session.settings, session.recipe, found, cluster), is_new
@@ -156,11 +158,23 @@ def run_steps(session: Session, steps: tuple[str, ...], *, dry_run: bool = False
             wanted, links = plan_steps(session, deployment, steps)
             if not wanted.is_empty:
                 prepare(session, deployment, wanted, links)
-            with session.voice.reporter(wanted) as reporter:
-                report = apply(wanted, reporter)
+            report = _apply(session, deployment, wanted)
         outcome = Outcome(steps, wanted, report, time.monotonic() - begun)
         report.raise_failures()
         return outcome
+
+
+def _apply(session: Session, deployment: Deployment, wanted: Plan) -> ApplyReport:
+    """Carry a plan out; an interrupt between the first rank and the answer must not leave one rank alone."""
+    try:
+        with session.voice.reporter(wanted) as reporter:
+            return apply(wanted, reporter)
+    except Interrupted as interrupted:
+        if engine.is_half_started(interrupted.report):
+            secrets = planning.secrets_of(deployment)
+            for problem in abandon(deployment.cluster, Stopping(session.state / "runs", secrets=secrets)):
+                session.voice.warn(f"not cleaned up: {problem}; `sparkserve stop` tries again")
+        raise
 
 
 def plan_steps(session: Session, deployment: Deployment, steps: tuple[str, ...]) -> tuple[Plan, planning.Links | None]:
@@ -184,15 +198,24 @@ def plan_steps(session: Session, deployment: Deployment, steps: tuple[str, ...])
 
 def prepare(session: Session, deployment: Deployment, wanted: Plan, links: planning.Links | None) -> None:
     """Hold the preflight: everything that would stop the plan half-way is told before its first change."""
-    rooted = [change.node for change in wanted.changes if change.lane == "sudo"]
-    for node in deployment.cluster.nodes:
-        if node.role in rooted:
-            node.host.sudo_password = _password_of(session, node)
+    unlock_sudo(session, deployment.cluster, {change.node for change in wanted.changes if change.lane == "sudo"})
     found = planning.preflight(deployment, wanted.changes, links)
     for check in found:
         if check.verdict == "warn":
             session.voice.warn(f"{check.node}: {check.observed}; better: {check.needed}")
     checks.raise_failures(found)
+
+
+def unlock_sudo(session: Session, cluster: Cluster, roles: Collection[str]) -> None:
+    """Give the nodes that will need root their sudo password, and try it before anything is changed."""
+    for node in cluster.nodes:
+        node.host.sudo_password = _password_of(session, node) if node.role in roles else None
+
+    def check(node: Node) -> None:
+        if node.host.sudo_password is not None:
+            node.host.check_sudo_password()
+
+    cluster.on_both(check)
 
 
 def _password_of(session: Session, node: Node) -> SecretStr | None:
@@ -234,8 +257,7 @@ def undo_tuning(session: Session, *, dry_run: bool) -> dict[str, str]:
         if dry_run:
             return {str(role): text for role, text in cluster.on_both(tuning.kept_values).items()}
         with pair_lock(session.state, session.command):
-            for node in cluster.nodes:
-                node.host.sudo_password = _password_of(session, node)
+            unlock_sudo(session, cluster, ROLES)
             return tuning.undo(cluster)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkserve.cluster import Node
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
 
 _PORT_SUFFIX = re.compile(r"(f\d+np\d+|f\d+)$")
 _GLOBS = {
@@ -76,7 +77,7 @@ def gather(node: Node) -> LinkFacts:
 def parse(raw: Mapping[str, Any], address: str) -> LinkFacts:
     """Work out the link of a node from its raw facts."""
     found = {name: raw["globs"][pattern] for name, pattern in _GLOBS.items()}
-    interfaces = parse_interfaces((raw["commands"]["ip"] or {}).get("out", ""), found["speed"])
+    interfaces = parse_interfaces(raw["commands"]["ip"], found["speed"])
     owner = next((item for item in interfaces if address and address in item.addresses), None)
     if owner is None:
         return LinkFacts(address, "", "", (), None, 0, None, interfaces)
@@ -91,12 +92,17 @@ def parse(raw: Mapping[str, Any], address: str) -> LinkFacts:
     return LinkFacts(address, owner.name, twin, hcas, index, owner.mtu, owner.speed_mbps, interfaces)
 
 
-def parse_interfaces(text: str, speeds: Mapping[str, str | None]) -> tuple[Interface, ...]:
-    """Read `ip -json address`; output that is no JSON gives no interfaces."""
+def parse_interfaces(answer: Mapping[str, Any] | None, speeds: Mapping[str, str | None]) -> tuple[Interface, ...]:
+    """Read what `ip -json address` answered; no answer is not the same as no interfaces."""
     try:
-        rows = json.loads(text or "[]")
+        rows = json.loads(answer["out"]) if answer and answer["code"] == 0 else None
     except ValueError:
-        return ()
+        rows = None
+    if rows is None:
+        message = "cannot see the network interfaces: `ip -json address` gave no answer"
+        hint = "sudo apt-get install iproute2"
+        details = answer["err"] if answer else ""
+        raise SparkserveError("link_unseen", message, hint, details=details, exit_code=EXIT_COULD_NOT_LOOK)
     return tuple(
         Interface(
             name=row["ifname"],

@@ -16,6 +16,8 @@ from sparkserve.manifest import REPOSITORY, Manifest, ManifestFile
 from sparkserve.recipe import Data, Recipe
 from sparkserve.settings import Settings
 
+NAME = "sparkserve.lock.json"
+
 
 class LockedTemplate(Data):
     """The chat template: one file of one repository at one commit."""
@@ -55,30 +57,55 @@ class Lock(Data):
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+class OpenLock(Lock):
+    """Stands in where nothing is resolved yet, so that a plan can be shown: what is not known is a named place."""
+
+    @property
+    def weights_id(self) -> str:
+        """See `Lock`."""
+        return "<weights.id>"
+
+
+def open_lock(recipe: Recipe) -> OpenLock:
+    """Make the lock of a recipe before anything is looked up: each source at its asked revision, `*` for its files."""
+    every = ManifestFile.model_construct(path="*", size=0, sha256=None, git_sha1=None)
+    weights = [
+        Manifest.model_construct(name=item.name, repository=item.repository, commit=item.revision, files=(every,))
+        for item in recipe.weights
+    ]
+    return OpenLock.model_construct(schema_version=1, recipe=recipe.name, weights=tuple(weights), image=LockedImage())
+
+
 def lock_path(env_file: Path) -> Path:
     """Give the lock's place: beside the settings file."""
-    return env_file.parent / "sparkserve.lock.json"
+    return env_file.parent / NAME
 
 
 def read_lock(path: Path, recipe: Recipe, settings: Settings) -> Lock | None:
-    """Read a lock and refuse one that belongs to other sources; None where there is none yet."""
+    """Read a lock and refuse one that belongs to other sources; None where neither we nor the recipe have one."""
+    lock = _parse(path)
+    if lock is None:
+        own = _parse(recipe.directories[0] / NAME)
+        # With an image or an engine of the owner's choice, the recipe's own lock is not the whole answer.
+        return None if own is None or find_disagreements(own, recipe, settings) else own
+    problems = find_disagreements(lock, recipe, settings)
+    if problems:
+        raise Failures(problems)
+    return lock
+
+
+def _parse(path: Path) -> Lock | None:
     try:
-        text = path.read_text(encoding="utf-8")
+        return Lock.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise usage_error("lock_unreadable", f"cannot read {path}: {error}") from error
-    try:
-        lock = Lock.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         message = f"{path} is broken: {where}: {first['msg']}"
         raise usage_error("lock_broken", message, "`sparkserve lock --update` makes it anew") from error
-    problems = find_disagreements(lock, recipe, settings)
-    if problems:
-        raise Failures(problems)
-    return lock
 
 
 def write_lock(path: Path, lock: Lock) -> None:

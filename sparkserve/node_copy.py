@@ -19,10 +19,11 @@ from typing import IO, Any
 from sparkserve import copy_program
 from sparkserve.cluster import Node
 from sparkserve.errors import SparkserveError
-from sparkserve.hosts import LocalHost, SshHost
+from sparkserve.hosts import LocalHost
 from sparkserve.manifest import ManifestFile
 from sparkserve.partial import JOURNAL_SUFFIX
 from sparkserve.plan import Work
+from sparkserve.ssh_host import SshHost
 
 _POLL_SECONDS = 0.25
 _DROP_BYTES = 64 << 20

@@ -70,7 +70,10 @@ def read_text(path: str) -> str | None:
 def run(argv: list[str], timeout: float = 10) -> dict[str, Any] | None:
     """Run a tool and give its exit code and output; None where the tool is missing or gives no end."""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout, check=False)
+        # Our own standard input carries the requests: a tool that reads it would take them away.
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, errors="replace", timeout=timeout, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return {"code": done.returncode, "out": done.stdout, "err": done.stderr}
@@ -95,9 +98,9 @@ def facts(request: Request) -> dict[str, Any]:
 def disk(path: str) -> dict[str, Any]:
     """Give room and inodes of the file system that holds a path, or will hold it: its nearest existing parent."""
     place = pathlib.Path(path)
-    while not place.exists() and place != place.parent:
-        place = place.parent
     try:
+        while not place.exists() and place != place.parent:
+            place = place.parent
         room = os.statvfs(place)
         device = place.stat().st_dev
     except OSError as error:
@@ -107,7 +110,7 @@ def disk(path: str) -> dict[str, Any]:
         "device": device,
         "free": room.f_bavail * room.f_frsize,
         "total": room.f_blocks * room.f_frsize,
-        "inodes": room.f_favail,
+        "inodes": room.f_favail if room.f_files else None,  # file systems such as btrfs have no limit
         "writable": os.access(place, os.W_OK),
     }
 
@@ -138,14 +141,14 @@ def docker_get(path: str, read: Callable[[Any], dict[str, Any]] | None = None) -
     """Ask the Docker engine; gives `status` and `body`, or `error`: missing, refused, permission, timeout, failed."""
     address = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
     connection = DockerConnection(address[len("unix://") :] if address.startswith("unix://") else address)
-    kinds = {FileNotFoundError: "missing", ConnectionRefusedError: "refused", PermissionError: "permission"}
+    kinds: Any = {FileNotFoundError: "missing", ConnectionRefusedError: "refused", PermissionError: "permission"}
     try:
         connection.request("GET", path)
         response = connection.getresponse()
         if read and response.status == 200:
             return read(response)
         return {"status": response.status, "body": json.loads(response.read() or b"null")}
-    except OSError as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:
         return {"error": kinds.get(type(error), "timeout" if isinstance(error, TimeoutError) else "failed")}
     finally:
         connection.close()
@@ -205,15 +208,17 @@ class Remembered:
         """Read all; an unreadable store is an empty one, since everything in it can be computed again."""
         try:
             with open(self.path) as store:
-                found: dict[str, Any] = json.load(store)
-                return found
+                found = json.load(store)
         except (OSError, ValueError):
             return {}
+        return found if isinstance(found, dict) else {}
 
     def get(self, store: dict[str, Any], path: str, found: os.stat_result, algorithm: str) -> str | None:
         """Give the hash of a file that has not changed since it was hashed."""
         known = store.get(path)
-        return known["digest"] if known and known["is"] == identity(found) and known["by"] == algorithm else None
+        if not isinstance(known, dict) or (known.get("is"), known.get("by")) != (identity(found), algorithm):
+            return None
+        return known.get("digest")
 
     def add(self, path: str, found: os.stat_result, algorithm: str, digest: str) -> None:
         """Remember one hash."""
@@ -308,7 +313,8 @@ def hash_files(request: Request, tell: Callable[[dict[str, int]], None]) -> dict
             found, digest = hash_file(path, algorithm, count)
         except OSError as error:
             return path, {"kind": "unreadable", "size": 0, "digest": None, "error": error.strerror}
-        memory.add(path, found, algorithm, digest)
+        with contextlib.suppress(OSError):  # what cannot be remembered is proved all the same
+            memory.add(path, found, algorithm, digest)
         return path, {"kind": "file", "size": found.st_size, "digest": digest}
 
     workers = 1 if request.get("gentle") else request.get("workers") or len(os.sched_getaffinity(0))

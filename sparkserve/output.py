@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from sparkserve.plan import Plan, Reporter
 
 SCHEMA = 1
+_PIPE_WIDTH = 5000
 
 
 class Mode(StrEnum):
@@ -42,7 +44,7 @@ class Output:
 
         stream = sys.stderr if stderr else sys.stdout
         # A pipe has no width of its own: lines stay whole there, so that grep and awk can work on them.
-        width = None if stream.isatty() else 200
+        width = None if stream.isatty() else _PIPE_WIDTH
         return Console(stderr=stderr, width=width, soft_wrap=not stream.isatty(), emoji=False)
 
     def say(self, text: str) -> None:
@@ -130,10 +132,12 @@ def to_plain(data: Any) -> Any:  # noqa: ANN401 - anything that a result holds, 
         return {field.name: to_plain(getattr(data, field.name)) for field in shown}
     if hasattr(data, "model_dump"):
         return data.model_dump(mode="json", by_alias=True)
-    if isinstance(data, dict):
+    if isinstance(data, Mapping):
         return {str(key): to_plain(value) for key, value in data.items()}
     if isinstance(data, (list, tuple, set, frozenset)):
         return [to_plain(item) for item in data]
+    if isinstance(data, float) and not math.isfinite(data):
+        return None  # JSON has no word for it
     return data if isinstance(data, (str, int, float, bool, type(None))) else str(data)
 
 

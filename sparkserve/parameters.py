@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable
 
 from sparkserve.errors import Failures, SparkserveError, usage_error
 from sparkserve.recipe import Parameters, Ports, Recipe
@@ -25,11 +26,20 @@ def decide_parameters(settings: Settings, recipe: Recipe) -> Parameters:
         for name in wanted
         if getattr(own, name) is None
     ]
-    errors += _over_limit(wanted.get("context"), own.context_limit, "context", "tokens")
     errors += _over_limit(wanted.get("drafts"), own.drafts_limit, "drafts", "draft tokens")
+    errors += _over_limit(wanted.get("context", own.context), _most_tokens(recipe), "context", "tokens")
     if errors:
         raise Failures(errors)
     return own.model_copy(update=wanted)
+
+
+def _most_tokens(recipe: Recipe) -> int | None:
+    """Give the longest context that model and key-value cache allow."""
+    memory = recipe.memory
+    fits = [recipe.parameters.context_limit] if recipe.parameters.context_limit else []
+    if memory.kv_bytes and memory.kv_bytes_per_token:
+        fits.append(int(memory.kv_bytes / memory.kv_bytes_per_token))
+    return min(fits, default=None)
 
 
 def _over_limit(value: object, limit: int | None, field: str, unit: str) -> list[SparkserveError]:
@@ -74,24 +84,29 @@ def check_exposure(settings: Settings, recipe: Recipe) -> None:
 
 def launcher_flags(recipe: Recipe) -> frozenset[str]:
     """List every flag that the launcher itself may give to the engine."""
-    return frozenset(_flag(word) for word in _launcher_words(recipe) if _is_flag(word))
+    return frozenset(flag_name(word) for word in recipe.launch.words if is_flag(word))
 
 
-def _launcher_words(recipe: Recipe) -> Iterator[str]:
-    launch = recipe.launch
-    yield from (*launch.argv, *launch.head_argv, *launch.worker_argv)
-    for switch in launch.switches:
-        yield from (*switch.on, *switch.off)
+def check_json(words: Iterable[str]) -> None:
+    """Refuse an argument that begins as JSON and is none, before an engine meets it minutes later."""
+    for word in words:
+        if word.startswith(("{", "[")):
+            try:
+                json.loads(word)
+            except ValueError as error:
+                message = f"the argument {word} is no JSON: {error}"
+                hint = "look at `launch` of the recipe and at SPARKSERVE_EXTRA_ARGS; a shell's quotes are not part of it"
+                raise usage_error("argument_json", message, hint) from error
 
 
 def check_extra_args(extra_args: Iterable[str], owned: frozenset[str]) -> None:
     """Refuse, by name, every extra flag that equals or abbreviates one of the launcher's own."""
     errors = []
     for word in extra_args:
-        if not _is_flag(word):
+        if not is_flag(word):
             continue
         # argparse takes any unambiguous beginning of a long flag for the flag itself
-        met = sorted(flag for flag in owned if flag == _flag(word) or _abbreviates(_flag(word), flag))
+        met = sorted(flag for flag in owned if flag == flag_name(word) or _abbreviates(flag_name(word), flag))
         if met:
             message = f"SPARKSERVE_EXTRA_ARGS: {word} sets {met[0]}, which the launcher sets on both ranks"
             errors.append(usage_error("extra_args_owned", message, "use the setting of that name, or leave it out"))
@@ -99,11 +114,13 @@ def check_extra_args(extra_args: Iterable[str], owned: frozenset[str]) -> None:
         raise Failures(errors)
 
 
-def _is_flag(word: str) -> bool:
+def is_flag(word: str) -> bool:
+    """Whether an argument is a flag; a negative number is a value."""
     return word.startswith("-") and not word.lstrip("-")[:1].isdigit() and word != "-"
 
 
-def _flag(word: str) -> str:
+def flag_name(word: str) -> str:
+    """Give the flag of an argument, as argparse knows it."""
     return word.partition("=")[0].replace("_", "-")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from sparkserve import chat_template, checks, engine, image, link, sync, system, tuning, weights
+from sparkserve import chat_template, checks, derive, engine, image, link, sync, system, tuning, weights
 from sparkserve.cluster import Deployment, Node, Role
 from sparkserve.container import ContainerSpec, build_spec, check_resolved
 from sparkserve.endpoint import open_endpoint
@@ -31,12 +31,7 @@ def secrets_of(deployment: Deployment) -> tuple[SecretStr | None, ...]:
 
 def build_specs(deployment: Deployment, links: Links) -> dict[Role, ContainerSpec]:
     """Build both ranks' containers."""
-    tag = image.tag_of(deployment.recipe, deployment.lock)
-    specs = {}
-    for node in deployment.cluster.nodes:
-        template = chat_template.path_on(node, deployment) if deployment.lock.chat_template else ""
-        specs[node.role] = build_spec(deployment, node.rank, links, template, tag)
-    return specs
+    return container_specs(deployment, links)
 
 
 def plan_preparation(deployment: Deployment) -> list[Change]:
@@ -46,6 +41,7 @@ def plan_preparation(deployment: Deployment) -> list[Change]:
     return [
         *weights.plan(deployment, found),
         *sync.plan(deployment, found),
+        *derive.plan(deployment, both(lambda node: derive.gather(node, deployment))),
         *chat_template.plan(deployment, both(lambda node: chat_template.gather(node, deployment))),
         *image.plan(deployment, both(lambda node: image.gather(node, deployment))),
         *plan_tuning(deployment),
@@ -115,7 +111,8 @@ def preflight(deployment: Deployment, changes: Sequence[Change], links: Links | 
     if starts and links is not None:
         rdma = "/dev/infiniband" in deployment.recipe.container.devices
         found += checks.check_link(deployment.settings, links, rdma=rdma)
-        if all("absent" in change.before for change in starts if change.resource != "ready"):
+        created = [change for change in starts if change.resource != "ready"]
+        if created and all("absent" in change.before for change in created):
             found += checks.check_ports(both, facts)
             found += checks.check_memory(deployment.recipe, facts)
     return found
@@ -127,8 +124,8 @@ def _is_rooted(change: Change, node: Node) -> bool:
 
 def disk_needs(deployment: Deployment, changes: Sequence[Change]) -> list[checks.DiskNeed]:
     """Add up what the planned changes will write, and what a first start writes."""
-    places = {"download": "models", "sync": "models", "build": "docker", "ship": "docker"}
-    names = {"models": "weights", "docker": "engine image"}
+    places = {"download": "models", "sync": "models", "derive": "cache", "build": "docker", "ship": "docker"}
+    names = {"models": "weights", "cache": "derived files", "docker": "engine image"}
     needs = []
     for node in deployment.cluster.nodes:
         for place, name in names.items():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from sparkserve.errors import Failures, SparkserveError, usage_error
+from sparkserve.errors import usage_error
 from sparkserve.manifest import REPOSITORY
 from sparkserve.settings import nearest_name
 
@@ -34,9 +33,22 @@ PLACEHOLDERS = {
     "context": "longest context, in tokens",
     "requests": "requests served side by side",
     "drafts": "draft tokens per step",
+    "kv_bytes": "key-value cache of one rank, in bytes",
 }
 CheckName = Literal["answer", "thinking", "tool", "schema", "needle"]
-Regex = Annotated[str, Field(min_length=1)]
+Rank = Literal[0, 1]
+_SHELLS = {"sh", "bash", "dash", "zsh"}
+
+
+def _check_regex(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+    return pattern
+
+
+Regex = Annotated[str, Field(min_length=1), AfterValidator(_check_regex)]
 
 
 class Data(BaseModel):
@@ -73,9 +85,36 @@ class Weights(Data):
     include: tuple[str, ...] = Field(("*",), description="Glob patterns of the wanted files")
     exclude: tuple[str, ...] = Field((), description="Glob patterns of files left out")
     files: int | None = Field(None, description="How many files must be found; a different count stops the lock")
-    mount: str = Field(description="Directory in the container where the engine sees these files", pattern=r"^/.+$")
+    mount: str = Field(
+        description="Directory in the container where the engine sees these files; empty: only `derived` reads them",
+        pattern=r"^(/.+)?$",
+    )
     deny_sha256: tuple[str, ...] = Field((), description="Hashes that must not be served: same size, wrong content")
     expected_bytes: int = Field(0, description="Rough size, in bytes, for a disk budget before the lock exists")
+
+
+class Derived(Data):
+    """One more file for the engine: a file of the recipe, or tensors that are read out of weights by their offsets."""
+
+    name: str = Field(description="Name within the recipe; the file's own name on the nodes", pattern=r"^[\w.-]+$")
+    mount: str = Field(description="Path in the container", pattern=r"^/.+$")
+    file: str = Field("", description="File of the recipe that is put there as it is")
+    weights: str = Field("", description="Name of the weights whose safetensors files hold the tensors")
+    tensors: tuple[Regex, ...] = Field((), description="Regular expressions of tensor names; `LAYER` is each layer")
+    layers: tuple[int, int] = Field((0, 0), description="First and last layer")
+    dtype: str = Field("", description="Type that every tensor must have, such as BF16")
+    expected_bytes: int = Field(0, description="Rough size, in bytes, for the disk budget")
+
+    @model_validator(mode="after")
+    def _has_one_origin(self) -> Derived:
+        if bool(self.file) == bool(self.weights and self.tensors and self.layers[0] <= self.layers[1]):
+            raise ValueError("needs either `file`, or `weights` with `tensors` and `layers`")
+        return self
+
+    @property
+    def count(self) -> int:
+        """How many tensors are taken: each pattern names one in each layer."""
+        return len(self.tensors) * (self.layers[1] - self.layers[0] + 1)
 
 
 class ChatTemplate(Data):
@@ -102,9 +141,17 @@ class Image(Data):
     reference: str = Field("", description="Finished image, `name@sha256:…`; SPARKSERVE_IMAGE where empty")
     reference_help: str = Field("", description="What to set SPARKSERVE_IMAGE to, where no public image is known")
     architecture: Literal["arm64", "amd64", "any"] = Field("arm64", description="Architecture the image must have")
-    entrypoint: tuple[str, ...] = Field(description="The image's entry point, given to Docker as it is")
+    entrypoint: tuple[str, ...] = Field(description="The image's entry point, given to Docker as it is", min_length=1)
     flags_help: tuple[str, ...] = Field((), description="Arguments after the entry point that print every flag")
     expected_bytes: int = Field(25_000_000_000, description="Rough size on disk, in bytes, for the disk budget")
+
+    @field_validator("entrypoint")
+    @classmethod
+    def _takes_the_command(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        shells = [word for word in value if PurePosixPath(word).name in _SHELLS]
+        if shells:
+            raise ValueError(f"{shells[0]} would swallow the arguments; name the engine's own program")
+        return value
 
     @model_validator(mode="after")
     def _has_a_source(self) -> Image:
@@ -144,7 +191,7 @@ class Switch(Data):
     parameter: Literal["thinking", "drafts", "requests", "api_key"] = Field(description="Name of the parameter")
     on: tuple[str, ...] = Field((), description="Arguments when it is true, set, or more than 0")
     off: tuple[str, ...] = Field((), description="Arguments when it is false, absent or 0")
-    ranks: tuple[Literal[0, 1], ...] = Field((0, 1), description="Ranks that get them")
+    ranks: tuple[Rank, ...] = Field((0, 1), description="Ranks that get them")
 
 
 class Launch(Data):
@@ -159,13 +206,20 @@ class Launch(Data):
     worker_env: dict[str, str] = Field(default_factory=dict, description="Further environment of rank 1")
     api_key_mount: str = Field("", description="Path in rank 0's container of the API key file")
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Every argument that either rank may get."""
+        switched = [word for switch in self.switches for word in (*switch.on, *switch.off)]
+        return (*self.argv, *self.head_argv, *self.worker_argv, *switched)
+
 
 class Memory(Data):
     """What the pair must have; GiB are 2**30 bytes, per node."""
 
     required_gib: float = Field(description="MemAvailable that a node must show before the start")
     weights_gib: float = Field(0, description="Weights held by one rank")
-    kv_gib: float = Field(0, description="Key-value cache of one rank")
+    kv_bytes: int = Field(0, description="Key-value cache of one rank, in bytes")
+    kv_bytes_per_token: float = Field(0, description="What one token takes of it: a context beyond it is refused")
     floor_gib: float = Field(2, description="MemAvailable below which a serving node is in danger")
     first_start_disk_bytes: int = Field(0, description="What the first start writes to the cache directory of a node")
 
@@ -221,20 +275,23 @@ class Verify(Data):
 class Tuning(Data):
     """Kernel settings of both nodes; the old values are kept and can be put back."""
 
-    sysctl: dict[str, str] = Field(default_factory=dict, description="Name and value of each sysctl")
+    # Memory settings only: others, such as kernel.core_pattern, can make the kernel run a program.
+    sysctl: dict[Annotated[str, Field(pattern=r"^vm\.[a-z_]+$")], Annotated[str, Field(pattern=r"^\d+$")]] = Field(
+        default_factory=dict, description="Name (`vm.…`) and value of each sysctl"
+    )
 
 
 class Figure(Data):
     """A published figure to compare with."""
 
-    name: str
-    value: float
-    unit: str
-    source: str
+    name: str = Field(description="What was measured")
+    value: float = Field(description="The figure")
+    unit: str = Field(description="Its unit")
+    source: str = Field(description="Who published it, and when")
 
 
 class Recipe(Data):
-    """All of a recipe; `directory` and `parents` are filled in by the loader."""
+    """All of a recipe; `directories` (its own, then those that it extends) is filled in by the loader."""
 
     schema_version: Literal[1] = Field(alias="schema", description="Version of this format")
     name: str = Field(description="Name of the recipe", pattern=r"^[a-z0-9][a-z0-9.-]*$")
@@ -243,9 +300,12 @@ class Recipe(Data):
     licence: str = Field("", description="Licences of the parts")
     proven: bool = Field(default=False, description="Whether it was started on real Sparks")
     why: str = Field("", description="What is proved or what is missing")
+    system: str = Field("", description="The published setup that it follows")
+    warnings: tuple[str, ...] = Field((), description="Told before the engine starts")
     parameters: Parameters
     ports: Ports
     weights: tuple[Weights, ...]
+    derived: tuple[Derived, ...] = ()
     chat_template: ChatTemplate | None = None
     image: Image
     container: Container = Container()
@@ -267,15 +327,12 @@ class Recipe(Data):
             raise ValueError("should name at least one source")
         return value
 
-    @field_validator("phases", "failures")
-    @classmethod
-    def _patterns_compile(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
-        for item in value:
-            try:
-                re.compile(item.pattern)
-            except re.error as error:
-                raise ValueError(f"pattern {item.pattern!r} is no regular expression: {error}") from error
-        return value
+    @model_validator(mode="after")
+    def _derives_from_its_weights(self) -> Recipe:
+        for item in self.derived:
+            if item.weights and item.weights not in {weights.name for weights in self.weights}:
+                raise ValueError(f"derived {item.name}: there are no weights {item.weights}")
+        return self
 
     @model_validator(mode="after")
     def _names_are_known(self) -> Recipe:
@@ -288,9 +345,7 @@ class Recipe(Data):
     def templated_texts(self) -> Iterator[str]:
         """List every text in which `${…}` is replaced."""
         launch = self.launch
-        yield from (*launch.argv, *launch.head_argv, *launch.worker_argv)
-        for switch in launch.switches:
-            yield from (*switch.on, *switch.off)
+        yield from launch.words
         for env in (launch.env, launch.head_env, launch.worker_env):
             yield from env.values()
         yield self.readiness.warm_files
@@ -309,92 +364,3 @@ class Recipe(Data):
 def render(text: str, values: Mapping[str, str]) -> str:
     """Replace `${name}`; a value that is not known stays visible as `<name>`."""
     return PLACEHOLDER.sub(lambda match: values.get(match[1], f"<{match[1]}>"), text)
-
-
-def templates_dir() -> Path:
-    """Find the shipped templates: inside the installed package, or beside it in a checkout."""
-    inside = Path(__file__).parent / "templates"
-    return inside if inside.is_dir() else Path(__file__).parent.parent / "templates"
-
-
-def shipped_names() -> list[str]:
-    """List the recipes that came with sparkserve."""
-    return sorted(path.parent.name for path in (templates_dir() / "recipes").glob("*/recipe.toml"))
-
-
-def find_directory(name: str) -> Path:
-    """Find a recipe by name, or by path when it holds a slash or a dot in front."""
-    if "/" in name or name.startswith((".", "~")):
-        directory = Path(name).expanduser()
-    else:
-        directory = templates_dir() / "recipes" / name
-    if not (directory / "recipe.toml").is_file():
-        near = nearest_name(name, shipped_names())
-        raise usage_error(
-            "recipe_unknown", f"no recipe {name}{near}", "`sparkserve recipes` lists them; a path works too"
-        )
-    return directory
-
-
-def load_recipe(name: str) -> Recipe:
-    """Read and check a recipe; raise with every problem found."""
-    table, directories = _read(find_directory(name), [])
-    try:
-        return Recipe.model_validate({**table, "directories": directories})
-    except ValidationError as error:
-        raise Failures([_explain(problem, name) for problem in error.errors(include_input=False)]) from error
-
-
-def _read(directory: Path, seen: list[Path]) -> tuple[dict[str, Any], list[Path]]:
-    if directory.resolve() in seen:
-        raise usage_error("recipe_invalid", f"recipe {directory} extends itself")
-    path = directory / "recipe.toml"
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise usage_error("recipe_invalid", f"{path}: {error}") from error
-    parent = table.pop("extends", None)
-    if parent is None:
-        return table, [directory]
-    if not isinstance(parent, str):
-        raise usage_error("recipe_invalid", f"{path}: `extends` should be the name or path of a recipe")
-    beside = directory.parent / parent
-    where = beside if (beside / "recipe.toml").is_file() else find_directory(parent)
-    base, directories = _read(where, [*seen, directory.resolve()])
-    return _merge(base, table), [directory, *directories]
-
-
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay one table over another: tables merge key by key, everything else is replaced."""
-    merged = dict(base)
-    for key, value in over.items():
-        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both_tables else value
-    return merged
-
-
-def _explain(problem: Any, name: str) -> SparkserveError:  # noqa: ANN401 - pydantic's own typed dict
-    location = [str(part) for part in problem["loc"]]
-    text = str(problem["msg"]).removeprefix("Value error, ")
-    if problem["type"] == "extra_forbidden":
-        text = f"unknown key{nearest_name(location[-1], _known_keys(Recipe, location[:-1]))}"
-    where = ".".join(location) or "recipe"
-    return usage_error(
-        "recipe_invalid", f"recipe {name}: {where}: {text}", "`sparkserve recipes show NAME` explains the keys"
-    )
-
-
-def _known_keys(model: type[BaseModel], location: list[str]) -> list[str]:
-    for part in location:
-        for name, field in model.model_fields.items():
-            if part == (field.alias or name):
-                found = list(_models_in(field.annotation))
-                model = found[0] if found else model
-    return [field.alias or name for name, field in model.model_fields.items()]
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:  # noqa: ANN401 - a type expression
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in getattr(annotation, "__args__", ()):
-        yield from _models_in(argument)

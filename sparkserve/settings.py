@@ -176,7 +176,7 @@ def parse_env(text: str) -> tuple[dict[str, str], list[SparkserveError]]:
                 raise ValueError(f"sets {name} a second time")
             values[name] = value
         except ValueError as error:
-            errors.append(usage_error("settings_syntax", f"line {number} {error}"))
+            errors.append(usage_error("settings_syntax", f"line {number} {error}", "NAME=value, one a line"))
     return values, errors
 
 
@@ -199,9 +199,13 @@ def load(env_file: Path, environment: Mapping[str, str], flags: Mapping[str, Any
     try:
         file_values, errors = parse_env(env_file.read_bytes().decode("utf-8"))
     except FileNotFoundError:
-        pass  # the environment and flags may be all there is
+        # The environment and flags may be all there is; a file that was asked for by name should be there.
+        if env_file.name != ".env":
+            raise usage_error("settings_missing", f"there is no {env_file}", "look at --env-file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise usage_error("settings_unreadable", f"cannot read {env_file}: {error}", f"look at `{env_file}`") from None
+    for wrong in errors:
+        wrong.message = f"{env_file}, {wrong.message}"
     errors += _unknown_keys(file_values, f"in {env_file}")
     errors += _unknown_keys({name: "" for name in environment if name.startswith(PREFIX)}, "in the environment")
     merged, sources = _merge(env_file, file_values, environment, flags)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pydantic import ValidationError
 
 from sparkserve.errors import Failures, SparkserveError, usage_error
-from sparkserve.git import list_refs
+from sparkserve.git import lacks_commit, list_refs
 from sparkserve.hosts import LocalHost
 from sparkserve.hub import SHORT_COMMIT, WHOLE_COMMIT, list_files
 from sparkserve.lock import Lock, LockedImage, LockedTemplate
@@ -182,6 +182,10 @@ def _find_engine(repository: str, revision: str) -> str:
         raise usage_error("engine_secret", message, "take it out of the address; git's credential helper can hold it")
     refs = list_refs(LocalHost("head"), repository)
     if WHOLE_COMMIT.fullmatch(revision):
+        if revision not in refs.values() and lacks_commit(LocalHost("head"), repository, revision):
+            message = f"the engine's repository {repository} has no commit {revision}"
+            hint = "look at `engine_revision` in the recipe, or at SPARKSERVE_ENGINE_REVISION"
+            raise SparkserveError("engine_revision", message, hint)
         return revision
     commit = pick_commit(refs, revision)
     if commit is None:

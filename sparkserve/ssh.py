@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
-from sparkserve.hosts import SshHost
 from sparkserve.settings import Settings
+from sparkserve.ssh_host import SshHost
 
 if TYPE_CHECKING:
     import paramiko
@@ -152,7 +152,8 @@ def _open_proxy(command: str) -> socket.socket:
     """Start the command that stands for the connection, as ssh itself does; it ends with its socket."""
     ours, theirs = socket.socketpair()
     with theirs:
-        process = subprocess.Popen(["sh", "-c", f"exec {command}"], stdin=theirs, stdout=theirs, start_new_session=True)
+        argv, end = ["sh", "-c", f"exec {command}"], theirs.fileno()
+        process = subprocess.Popen(argv, stdin=end, stdout=end, start_new_session=True)
     threading.Thread(target=process.wait, daemon=True).start()
     return ours
 

@@ -15,13 +15,16 @@ TOOLS = {"head": ("git", "ssh", "docker"), "worker": ("docker",)}
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """Room of the file system that holds, or will hold, a directory; bytes. `device` tells file systems apart."""
+    """Room of the file system that holds, or will hold, a directory; bytes. `device` tells file systems apart.
+
+    `free_inodes` is None where the file system has no limit of its own.
+    """
 
     path: str
     device: int
     free: int
     total: int
-    free_inodes: int
+    free_inodes: int | None
     writable: bool
 
 

@@ -32,7 +32,18 @@ def gather(node: Node, sysctls: Mapping[str, str]) -> Facts:
     paths = {name: "/proc/sys/" + name.replace(".", "/") for name in sysctls}
     files = node.session.ask("facts", files=[*paths.values(), SYSCTL_FILE, JOURNAL])["files"]
     values = {name: _clean(files[path]) for name, path in paths.items()}
-    return Facts(values, files[SYSCTL_FILE], json.loads(files[JOURNAL] or "{}"))
+    return Facts(values, files[SYSCTL_FILE], _read_journal(node, files[JOURNAL]))
+
+
+def _read_journal(node: Node, text: str | None) -> dict[str, Any]:
+    try:
+        journal = json.loads(text or "{}")
+        if isinstance(journal, dict) and isinstance(journal.get("before", {}), dict):
+            return journal
+    except ValueError:
+        pass  # told below, together with what is JSON and no journal
+    hint = f"look at {JOURNAL}; without it the values from before the tuning are not known"
+    raise SparkserveError("tuning_journal", f"{JOURNAL} is broken", hint, node.role)
 
 
 def _clean(text: str | None) -> str | None:
@@ -80,7 +91,9 @@ def set_values(node: Node, found: Facts, wanted: Mapping[str, str]) -> str:
     journal = {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **found.journal}
     journal["before"] = {**old, **found.journal.get("before", {})}
     node.host.sudo(["mkdir", "-p", JOURNAL_DIR])
-    node.host.sudo(["tee", JOURNAL], stdin=json.dumps(journal).encode())
+    # Renamed when it is whole: half a journal would lose the owner's values.
+    node.host.sudo(["tee", f"{JOURNAL}.new"], stdin=json.dumps(journal).encode())
+    node.host.sudo(["mv", "-f", f"{JOURNAL}.new", JOURNAL])
     node.host.sudo(["sysctl", "-q", "-w", *[f"{name}={value}" for name, value in sorted(wanted.items())]])
     node.host.sudo(["tee", SYSCTL_FILE], stdin=file_text(wanted).encode())
     now = gather(node, wanted)
@@ -110,4 +123,4 @@ def _undo_one(node: Node) -> str:
     if before:
         node.host.sudo(["sysctl", "-q", "-w", *[f"{name}={value}" for name, value in sorted(before.items())]])
     node.host.sudo(["rm", "-f", SYSCTL_FILE, JOURNAL])
-    return ", ".join(f"{name}={value}" for name, value in sorted(before.items()))
+    return ", ".join(f"{name}={value}" for name, value in sorted(before.items())) or f"{SYSCTL_FILE} removed"

@@ -29,8 +29,8 @@ _USER_AGENT = "sparkserve"
 class Limits:
     """How large the pieces are, how many connections a file gets, and how patient we are; seconds and bytes."""
 
-    segment_bytes: int = 32 << 20
-    span_segments: int = 8
+    segment_bytes: int = 8 << 20
+    span_segments: int = 32
     connections: int = 4
     connect_seconds: float = 10.0
     read_seconds: float = 30.0

@@ -15,7 +15,8 @@ from sparkserve.errors import SparkserveError
 from sparkserve.hosts import LocalHost
 from sparkserve.lock import Lock, LockedImage
 from sparkserve.plan import Plan, apply
-from sparkserve.recipe import Recipe, load_recipe
+from sparkserve.recipe import Recipe
+from sparkserve.recipe_source import load_recipe
 from sparkserve.settings import Settings
 from tests.fakes import RecordingReporter
 from tests.lab.hub import Hub

@@ -22,7 +22,8 @@ from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, SparkserveErr
 from sparkserve.plan import ApplyReport, Cancelled, Plan, apply
 from tests.component.docker_node import Container, DockerNode, ours
 from tests.fakes import FakeSession, RecordingReporter, RecordingWork
-from tests.unit.deployments import IMAGE, LINKS, TEMPLATE, make_deployment, make_pair
+from tests.unit.cases import wait_for
+from tests.unit.deployments import FILES, IMAGE, LINKS, make_deployment, make_pair
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Scene:
     def launch(self, **more: Any) -> Launch:
         deployment = self.deployment
         specs: dict[Role, Any] = {
-            role: build_spec(deployment, rank, LINKS, TEMPLATE, IMAGE) for rank, role in enumerate(LINKS)
+            role: build_spec(deployment, rank, LINKS, FILES, IMAGE) for rank, role in enumerate(LINKS)
         }
         endpoint = Endpoint(
             "http://engine", deployment.recipe.parameters.model_name, None, httpx.MockTransport(self.serve)
@@ -279,7 +280,11 @@ def test_the_kernel_killed_a_rank(scene: Scene) -> None:
 
 
 def test_a_container_that_vanished(scene: Scene) -> None:
-    scene.when_both_run(lambda head, worker: scene.worker.containers.remove(worker))
+    def act(head: Container, worker: Container) -> None:
+        wait_for(lambda: bool(scene.requests), "the wait has begun")
+        scene.worker.containers.remove(worker)
+
+    scene.when_both_run(act)
     error = scene.fail()
     assert "its container was removed" in error.message
     assert scene.head.containers == []

@@ -11,15 +11,17 @@ import pytest
 
 from sparkserve import image
 from sparkserve.cluster import Cluster, Deployment
-from sparkserve.errors import SparkserveError
-from sparkserve.hosts import LocalHost, SshHost
+from sparkserve.errors import DOCKER_PROBLEMS, SparkserveError
+from sparkserve.hosts import LocalHost
 from sparkserve.image_build import log_path
 from sparkserve.image_ship import load_command
 from sparkserve.lock import Lock, LockedImage
 from sparkserve.plan import Cancelled, Change, Plan
-from sparkserve.recipe import Recipe, load_recipe
+from sparkserve.recipe import Recipe
+from sparkserve.recipe_source import load_recipe
 from sparkserve.settings import Settings
 from sparkserve.ssh import SshTarget
+from sparkserve.ssh_host import SshHost
 from tests.component.fake_docker import BLOCK, FakeDocker
 from tests.fakes import FakeSession, RecordingWork, make_node
 from tests.lab.git_area import publish_commit
@@ -232,7 +234,7 @@ def test_what_is_planned_for_what_is_found(deployment: Deployment) -> None:
 @pytest.mark.parametrize("error", ["missing", "permission", "refused", "timeout"])
 def test_no_answer_of_docker_is_not_absence(deployment: Deployment, error: str) -> None:
     broken = FakeSession({"facts": lambda **asked: {"docker": {page: {"error": error} for page in asked["docker"]}}})
-    with pytest.raises(SparkserveError, match=error) as caught:
+    with pytest.raises(SparkserveError, match=DOCKER_PROBLEMS[error][0]) as caught:
         image.gather(make_node("worker", session=broken), deployment)
     assert (caught.value.code, caught.value.node) == ("docker_unreachable", "worker")
 

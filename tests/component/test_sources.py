@@ -18,7 +18,8 @@ from sparkserve import sources
 from sparkserve.errors import SparkserveError, flatten
 from sparkserve.hub import list_files
 from sparkserve.lock import find_disagreements
-from sparkserve.recipe import Recipe, load_recipe
+from sparkserve.recipe import Recipe
+from sparkserve.recipe_source import load_recipe
 from sparkserve.registry import parse_reference
 from sparkserve.settings import Settings
 from tests.component.fake_registry import FakeRegistry, running_registry

@@ -10,8 +10,8 @@ import pytest
 
 from sparkserve.cluster import Cluster
 from sparkserve.endpoint import Endpoint
-from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
-from sparkserve.recipe import load_recipe
+from sparkserve.errors import DOCKER_PROBLEMS, EXIT_COULD_NOT_LOOK, SparkserveError
+from sparkserve.recipe_source import load_recipe
 from sparkserve.status_look import Question, Status, look
 from tests.component.docker_node import DockerNode, ours
 from tests.fakes import FakeSession, make_cluster
@@ -197,7 +197,7 @@ def test_a_docker_engine_that_cannot_be_asked_is_no_empty_one(question: Question
     cluster = make_cluster(head=FakeSession({"facts": facts}), worker=DockerNode().session)
     status = look(replace(question, cluster=cluster))
     assert status.verdict.state == "unknown"
-    assert problem in told(status)
+    assert DOCKER_PROBLEMS[problem][0] in told(status)
 
 
 def test_a_stranger_on_the_port_is_not_asked_while_nothing_of_ours_runs(question: Question, pair: Pair) -> None:

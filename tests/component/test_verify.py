@@ -11,7 +11,8 @@ import pytest
 
 from sparkserve.endpoint import Endpoint
 from sparkserve.prompts import random_name
-from sparkserve.recipe import Verify, load_recipe
+from sparkserve.recipe import Verify
+from sparkserve.recipe_source import load_recipe
 from sparkserve.verify import Exam, Proof, verify
 from tests.lab_tests.stand_in_pair import Pair
 

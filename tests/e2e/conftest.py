@@ -38,3 +38,17 @@ def serving(prepared: Pair) -> Pair:
     """A pair that serves."""
     assert prepared.ask("start")["exit_code"] == 0
     return prepared
+
+
+@pytest.fixture
+def locked(pair: Pair) -> Pair:
+    """A pair whose sources are resolved."""
+    assert pair.ask("lock")["exit_code"] == 0
+    return pair
+
+
+@pytest.fixture
+def unlocked(pair: Pair) -> Pair:
+    """A pair whose sources still have to be resolved."""
+    pair.head.run(["rm", "-f", "sparkserve.lock.json"])
+    return pair

@@ -20,7 +20,7 @@ from tests.lab.pair import Pair
 pytestmark = pytest.mark.lab
 # What belongs to one container and not to how it was asked for.
 VOLATILE = ("Id", "Created", "State", "ResolvConfPath", "HostnamePath", "HostsPath", "LogPath", "GraphDriver")
-TALK = 'echo out; echo err >&2; head -c 40000 /dev/zero | tr "\\0" x; echo; exec sleep 600'
+TALK = 'echo out; echo err >&2; sleep 0.3; head -c 40000 /dev/zero | tr "\\0" x; echo; exec sleep 600'
 
 
 @pytest.fixture

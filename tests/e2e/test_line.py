@@ -107,6 +107,15 @@ def test_logs_of_both_ranks_are_interleaved(shared_pair: Pair) -> None:
 
 
 @pytest.mark.usefixtures("first")
+@pytest.mark.parametrize("words", [("status",), ("start",), ("up", "--dry-run"), ("logs",), ("tune",)])
+def test_a_command_opens_one_connection_to_the_worker(shared_pair: Pair, words: tuple[str, ...]) -> None:
+    log = shared_pair.worker.files / "log/sshd.log"
+    before = log.read_text().count("Accepted publickey")
+    assert shared_pair.ask(*words)["exit_code"] == 0
+    assert log.read_text().count("Accepted publickey") - before == 1
+
+
+@pytest.mark.usefixtures("first")
 def test_stop_leaves_nothing_and_stop_again_says_so(shared_pair: Pair) -> None:
     assert shared_pair.ask("stop")["exit_code"] == 0
     for node in shared_pair.lab.nodes:

@@ -73,10 +73,14 @@ def smart_answer(request: Request, root: Path, path: str) -> Answer:
     if request.headers.get("Content-Encoding") == "gzip":
         content = gzip.decompress(content)
     advertise = page == "info/refs"
-    command = ["git", "-c", "uploadpack.allowAnySHA1InWant=true", "upload-pack", "--stateless-rpc"]
+    allowed = ["-c", "uploadpack.allowAnySHA1InWant=true", "-c", "uploadpack.allowFilter=true"]
+    command = ["git", *allowed, "upload-pack", "--stateless-rpc"]
     command += ["--advertise-refs", str(bare)] if advertise else [str(bare)]
     environment = {**os.environ, **_WHO, "GIT_PROTOCOL": request.headers.get("Git-Protocol", "")}
-    body = subprocess.run(command, input=content, env=environment, check=True, capture_output=True).stdout
+    done = subprocess.run(command, input=content, env=environment, check=False, capture_output=True)
+    body = done.stdout
+    if not body:  # a refusal is said in the body; silence is a failure of ours
+        raise RuntimeError(done.stderr.decode())
     if advertise:
         body = b"001e# service=git-upload-pack\n0000" + body
     kind = "advertisement" if advertise else "result"

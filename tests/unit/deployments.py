@@ -8,12 +8,14 @@ from typing import Any
 from sparkserve.cluster import Cluster, Deployment, Role
 from sparkserve.lock import Lock, LockedImage, LockedTemplate
 from sparkserve.manifest import Manifest, ManifestFile
-from sparkserve.recipe import Recipe, load_recipe
+from sparkserve.recipe import Recipe
+from sparkserve.recipe_source import load_recipe
 from sparkserve.settings import Settings
 from tests.fakes import FakeSession, make_node
 
 IMAGE = "sparkserve/tensorfold-1017:0123456789ab"
 TEMPLATE = "/home/spark/sparkserve/cache/templates/0011223344556677.jinja"
+FILES = {"/model/chat_template.jinja": TEMPLATE}
 
 
 @dataclass(frozen=True)

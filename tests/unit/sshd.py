@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 
 from sparkserve import ssh
-from sparkserve.hosts import SshHost
 from sparkserve.settings import Settings
+from sparkserve.ssh_host import SshHost
 from tests.unit.cases import wait_for
 
 SSHD = "/usr/sbin/sshd"
 USER = "spark-tester" if os.getuid() == 0 else getpass.getuser()
 # sshd of root wants /run/sshd, which only a started service makes, and root's own sessions are not like a user's:
-# in a mount namespace that nobody else sees there are both the directory and a user.
+# in a mount namespace that nobody else sees there are the directory, a user, and a root with a plain shell.
 NAMESPACE = f"""set -e; mount -t tmpfs tmpfs /run; mkdir -m 755 /run/sshd
-cp "$1" /run/keys; cp /etc/passwd /run/passwd; echo '{USER}:*:1500:1500::/run:/bin/sh' >> /run/passwd
+cp "$1" /run/keys; sed '/^root:/s#[^:]*$#/bin/sh#' /etc/passwd > /run/passwd; echo '{USER}:*:1500:1500::/run:/bin/sh' >> /run/passwd
 chmod 644 /run/keys /run/passwd; mount --bind /run/passwd /etc/passwd; shift; exec "$@\""""
 
 
@@ -75,7 +75,7 @@ class Client:
 class Sshd:
     """The server: its port, its log, its processes."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, options: dict[str, str]) -> None:
         self.directory = directory
         self.port = free_port()
         self.host_key = make_key(directory / "host")
@@ -93,6 +93,7 @@ class Sshd:
             "PasswordAuthentication": "no",
             "PermitRootLogin": "yes",
             "LogLevel": "VERBOSE",
+            **options,
         }
         (directory / "sshd_config").write_text("".join(f"{name} {value}\n" for name, value in config.items()))
         argv = [SSHD, "-D", "-e", "-f", str(directory / "sshd_config")]
@@ -137,9 +138,9 @@ def descendants(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def running_sshd(directory: Path) -> Iterator[Sshd]:
+def running_sshd(directory: Path, **options: str) -> Iterator[Sshd]:
     directory.mkdir()
-    server = Sshd(directory)
+    server = Sshd(directory, options)
     try:
         yield server
     finally:

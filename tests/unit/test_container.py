@@ -9,14 +9,15 @@ import pytest
 from sparkserve.container import ContainerSpec, build_spec, check_resolved
 from sparkserve.docker_form import create_arguments, docker_run_argv
 from sparkserve.errors import EXIT_NOT_READY, EXIT_USAGE, SparkserveError, flatten
-from sparkserve.recipe import Recipe, load_recipe
-from tests.unit.deployments import IMAGE, LINKS, TEMPLATE, Link, make_deployment
+from sparkserve.recipe import Recipe
+from sparkserve.recipe_source import load_recipe
+from tests.unit.deployments import FILES, IMAGE, LINKS, TEMPLATE, Link, make_deployment
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "container"
 
 
 def build(rank: int, changes: dict[str, Any] | None = None, recipe: Recipe | None = None) -> ContainerSpec:
-    return build_spec(make_deployment(changes, recipe=recipe), rank, LINKS, TEMPLATE, IMAGE)
+    return build_spec(make_deployment(changes, recipe=recipe), rank, LINKS, FILES, IMAGE)
 
 
 def changed_recipe(**tables: dict[str, Any]) -> Recipe:
@@ -74,7 +75,7 @@ def test_everything_but_the_cache_is_read_only() -> None:
 
 def test_digest_stays_when_only_the_gid_index_moved() -> None:
     moved = {**LINKS, "head": replace(LINKS["head"], gid_index=9)}
-    before, after = build(0), build_spec(make_deployment(), 0, moved, TEMPLATE, IMAGE)
+    before, after = build(0), build_spec(make_deployment(), 0, moved, FILES, IMAGE)
     assert before.env["NCCL_IB_GID_INDEX"] == "3"
     assert after.env["NCCL_IB_GID_INDEX"] == "9"
     assert before.digest == after.digest
@@ -93,7 +94,7 @@ def test_digest_stays_when_only_the_gid_index_moved() -> None:
     ],
 )
 def test_digest_moves_with_everything_else(changes: dict[str, Any], image: str, template: str) -> None:
-    assert build_spec(make_deployment(changes), 1, LINKS, template, image).digest != build(1).digest
+    assert build_spec(make_deployment(changes), 1, LINKS, {"/model/chat_template.jinja": template}, image).digest != build(1).digest
 
 
 def test_settings_override_the_recipe_on_both_ranks() -> None:
@@ -155,7 +156,7 @@ def test_api_key_is_a_file_of_rank_0_and_in_no_text() -> None:
 
 def test_unknown_facts_are_named_places_and_cannot_be_started() -> None:
     unknown = Link("", "", (), None)
-    spec = build_spec(make_deployment(), 1, {"head": LINKS["head"], "worker": unknown}, TEMPLATE, IMAGE)
+    spec = build_spec(make_deployment(), 1, {"head": LINKS["head"], "worker": unknown}, FILES, IMAGE)
     assert spec.env["NCCL_SOCKET_IFNAME"] == "<worker.link.interface>"
     assert spec.env["NCCL_IB_HCA"] == "=<worker.link.hcas>"
     assert spec.unresolved == ("worker.link.gid_index", "worker.link.hcas", "worker.link.interface")
@@ -170,7 +171,7 @@ def test_template_stands_over_one_of_the_weights() -> None:
     model = deployment.lock.weights[0]
     files = (*model.files, model.files[0].model_copy(update={"path": "chat_template.jinja"}))
     lock = deployment.lock.model_copy(update={"weights": (model.model_copy(update={"files": files}),)})
-    spec = build_spec(replace(deployment, lock=lock), 0, LINKS, TEMPLATE, IMAGE)
+    spec = build_spec(replace(deployment, lock=lock), 0, LINKS, FILES, IMAGE)
     assert [mount.source for mount in spec.mounts if mount.target == "/model/chat_template.jinja"] == [TEMPLATE]
 
 

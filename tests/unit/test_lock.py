@@ -8,7 +8,8 @@ import pytest
 
 from sparkserve.errors import EXIT_USAGE, SparkserveError, flatten
 from sparkserve.lock import Lock, find_disagreements, lock_path, read_lock, write_lock
-from sparkserve.recipe import Recipe, load_recipe
+from sparkserve.recipe import Recipe
+from sparkserve.recipe_source import load_recipe
 from sparkserve.settings import Settings
 from tests.unit.cases import CASES, read_case, read_rows, row_name
 from tests.unit.test_recipe import make_recipe

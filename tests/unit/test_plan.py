@@ -71,7 +71,7 @@ def test_what_is_needed_comes_first_whatever_the_order_of_the_plan() -> None:
     report = apply(plan, reporter)
     assert names([item.change.key for item in report.applied]) == ["a", "b", "c", "d"]
     assert names(reporter.keys("started")) == ["a", "b", "c", "d"]
-    assert [event for event in reporter.events if event[0] == "finished"][0] == ("finished", "head/s/a", "seen")
+    assert next(event for event in reporter.events if event[0] == "finished") == ("finished", "head/s/a", "seen")
 
 
 def test_a_need_that_is_in_no_plan_holds_already() -> None:
@@ -172,7 +172,9 @@ def test_a_kind_that_keeps_failing_is_given_up_and_others_go_on() -> None:
 
 
 def test_changes_without_a_kind_have_nothing_in_common() -> None:
-    plan = Plan((*[change(f"f{n}", action=fails("bad")) for n in range(3)], change("g"), change("h", "g"), change("i", "h")))
+    plan = Plan(
+        (*[change(f"f{n}", action=fails("bad")) for n in range(3)], change("g"), change("h", "g"), change("i", "h"))
+    )
     report = apply(plan, RecordingReporter())
     assert len(report.failed) == 3
     assert len(report.applied) == 3

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from sparkserve.errors import EXIT_USAGE, SparkserveError, flatten
-from sparkserve.recipe import Recipe, load_recipe, render, shipped_names
+from sparkserve.recipe import Recipe, render
+from sparkserve.recipe_source import load_recipe, shipped_names
 from tests.unit.cases import CASES, read_rows, row_name
 
 MINIMAL = CASES / "recipe" / "minimal"

@@ -8,7 +8,8 @@ import pytest
 from sparkserve import image
 from sparkserve.errors import SparkserveError
 from sparkserve.lock import Lock, LockedImage
-from sparkserve.recipe import PLACEHOLDER, PLACEHOLDERS, Recipe, load_recipe, shipped_names
+from sparkserve.recipe import PLACEHOLDER, PLACEHOLDERS, Recipe
+from sparkserve.recipe_source import load_recipe, shipped_names
 from tests.lab.model_repo import ENGRAM_NAME, MODEL_NAME, TEMPLATE_NAME
 from tests.lab.recipe import write_lab_recipe
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -87,7 +88,7 @@ def target(tmp_path: Path) -> SshTarget:
 
 
 def options(argv: list[str]) -> dict[str, str]:
-    return dict(word.split("=", 1) for flag, word in zip(argv, argv[1:], strict=False) if flag == "-o")
+    return dict(word.split("=", 1) for flag, word in itertools.pairwise(argv) if flag == "-o")
 
 
 def test_bulk_command_trusts_the_same_host_key(target: SshTarget, tmp_path: Path) -> None:

@@ -1,0 +1,118 @@
+"""Recipes by git address and commit: fetched once, shown, trusted by commit; nothing of them can leave its directory."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkserve.errors import SparkserveError, usage_error
+from sparkserve.git import export_commit, fetch_commit
+from sparkserve.hosts import LocalHost
+from sparkserve.recipe import Recipe
+from sparkserve.recipe_source import load_recipe, templates_dir
+
+PREFIX = "git+"
+_ADDRESS = re.compile(
+    r"git\+(?P<repository>(?:https?|ssh|file)://\S+)@(?P<commit>[0-9a-f]{40})(?:#(?P<folder>[\w./-]+))?"
+)
+_CAPABILITIES = {"IPC_LOCK", "SYS_NICE", "SYS_PTRACE"}
+_DEVICES = ("/dev/infiniband", "/dev/dri")
+
+
+@dataclass(frozen=True)
+class GitRecipe:
+    """Where a recipe is in a repository, and where its files are here."""
+
+    address: str
+    repository: str
+    commit: str
+    directory: Path
+    checkout: Path
+
+
+def locate(address: str, state: Path) -> GitRecipe:
+    """Take a git address apart; only a whole commit names the same files for good."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None or ".." in (match["folder"] or "").split("/"):
+        message = f"{address}: should be git+https://HOST/REPOSITORY@<40 hex digits of a commit>#DIRECTORY"
+        raise usage_error("recipe_address", message, "`git ls-remote` shows the commits of branches and tags")
+    checkout = state / "recipes" / match["commit"]
+    return GitRecipe(address, match["repository"], match["commit"], checkout / (match["folder"] or ""), checkout)
+
+
+def load_trusted(address: str, state: Path) -> Recipe:
+    """Read a recipe that was fetched, shown and trusted before; no network is needed."""
+    found = locate(address, state)
+    if address not in _trusted(state) or not found.directory.is_dir():
+        message = f"the recipe {address} was not looked at yet"
+        raise usage_error("recipe_untrusted", message, f"sparkserve recipes add {address}")
+    return _load(found)
+
+
+def fetch(address: str, state: Path) -> Recipe:
+    """Bring the files of one commit here and read the recipe; nothing is trusted yet."""
+    found = locate(address, state)
+    if not found.checkout.is_dir():
+        host, place = LocalHost("head"), state / "recipes"
+        beside = place / f".{found.commit}.new"
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True, mode=0o700)
+        try:
+            repository = fetch_commit(host, found.repository, found.commit, str(place), _go_on)
+            export_commit(host, repository, found.commit, str(beside), _go_on)
+        except SparkserveError as error:
+            message = f"cannot fetch the recipe {address}"
+            raise usage_error("recipe_unreachable", message, f"git ls-remote {found.repository}") from error
+        _refuse_links(beside)
+        (beside / "engine").rename(found.checkout)
+        beside.rmdir()
+    return _load(found)
+
+
+def trust(address: str, state: Path) -> None:
+    """Remember that the owner looked at this commit."""
+    place = state / "recipes" / "trusted.json"
+    place.write_text(json.dumps(sorted({*_trusted(state), address}), indent=1) + "\n", encoding="utf-8")
+
+
+def _trusted(state: Path) -> list[str]:
+    try:
+        found: list[str] = json.loads((state / "recipes" / "trusted.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    return found
+
+
+def _go_on() -> None:
+    """Nothing interrupts a fetch but Ctrl-C itself."""
+
+
+def _refuse_links(directory: Path) -> None:
+    for path in directory.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            shutil.rmtree(directory)
+            message = f"the repository holds {path.relative_to(directory)}, which is no plain file"
+            raise usage_error("recipe_link", message, "a recipe from git may hold files and directories only")
+
+
+def _load(found: GitRecipe) -> Recipe:
+    recipe = load_recipe(str(found.directory))
+    inside = (found.checkout.resolve(), (templates_dir() / "recipes").resolve())
+    outside = [path for path in recipe.directories if not any(path.resolve().is_relative_to(root) for root in inside)]
+    problems = [f"extends {path}, outside of its repository" for path in outside]
+    problems += [f"mounts {m.source} of the node" for m in recipe.container.mounts if not _is_cache(m.source)]
+    problems += [f"wants the device {name}" for name in recipe.container.devices if not name.startswith(_DEVICES)]
+    problems += [f"wants the capability {name}" for name in recipe.container.capabilities if name not in _CAPABILITIES]
+    if problems:
+        message = f"the recipe {found.address} {'; '.join(problems)}"
+        raise usage_error(
+            "recipe_reaches_out", message, "copy it to a directory of yours, look at it, and name its path"
+        )
+    return recipe
+
+
+def _is_cache(source: str) -> bool:
+    return source.startswith("${cache}/") and ".." not in source.split("/")

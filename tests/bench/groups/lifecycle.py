@@ -1,0 +1,161 @@
+"""Starting, looking and stopping on the two-node lab, beside what the same containers take by hand."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from tests.bench.figures import Figure
+from tests.lab.node import LabNode
+from tests.lab.pair import Pair, paired
+
+RUNS = 5
+API = "http://127.0.0.1:8888"
+INSTANT = {"load_seconds_first": 0, "load_seconds_later": 0}
+
+
+def measure() -> Iterator[Figure]:
+    """Bring the lab up and take every figure there."""
+    with paired() as pair:
+        pair.reset()
+        pair.script_engine(**INSTANT)
+        _succeed(pair, "up")
+        yield _connections(pair)
+        yield Figure("status_seconds", _median(lambda: _timed(pair, "status")), "s", 1.0)
+        yield Figure("second_start_seconds", _median(lambda: _timed(pair, "start")), "s", 1.5)
+        yield from _engine_killed(pair)
+        yield _start_over_docker(pair)
+        yield _rank_killed_while_loading(pair)
+        yield from _worker_gone(pair)
+
+
+def _succeed(pair: Pair, *words: str) -> dict[str, object]:
+    answer = pair.ask(*words)
+    if answer["exit_code"] != 0:
+        raise RuntimeError(f"sparkserve {' '.join(words)}: {answer}")
+    return answer
+
+
+def _timed(pair: Pair, *words: str) -> float:
+    begun = time.perf_counter()
+    _succeed(pair, *words)
+    return time.perf_counter() - begun
+
+
+def _median(measured: Callable[[], float]) -> float:
+    return statistics.median(measured() for _ in range(RUNS))
+
+
+def _connections(pair: Pair) -> Figure:
+    log = pair.worker.files / "log/sshd.log"
+    before = log.read_text().count("Accepted publickey")
+    _succeed(pair, "status")
+    opened = log.read_text().count("Accepted publickey") - before
+    return Figure("control_connections", opened, "connections", 1)
+
+
+def _start_over_docker(pair: Pair) -> Figure:
+    """Compare `start` with two bare `docker run`s of the very same containers, by turns."""
+    _succeed(pair, "start")
+    argvs = {node.name: _recreate(node, rank) for rank, node in enumerate(pair.lab.nodes)}
+    _succeed(pair, "stop")
+    differences = []
+    for _ in range(RUNS):
+        ours = _timed(pair, "start")
+        _succeed(pair, "stop")
+        differences.append(ours - _run_by_hand(pair, argvs))
+    return Figure("start_over_docker_run_seconds", statistics.median(differences), "s", 2.0)
+
+
+def _recreate(node: LabNode, rank: int) -> list[str]:
+    """Write the `docker run` that makes a container as the running one is."""
+    found = json.loads(node.docker("inspect", f"sparkserve-rank{rank}"))[0]
+    config, host = found["Config"], found["HostConfig"]
+    argv = ["run", "-d", "--init", "--network", "host", "--gpus", "all", "--name", f"by-hand-rank{rank}"]
+    argv += ["--security-opt", "no-new-privileges", "--ipc", host["IpcMode"], "--cap-add", "IPC_LOCK"]
+    argv += [word for item in config["Env"] for word in ("--env", item)]
+    for mount in host["Mounts"] or []:
+        only = ",readonly" if mount.get("ReadOnly") else ""
+        argv += ["--mount", f"type=bind,source={mount['Source']},target={mount['Target']}{only}"]
+    argv += [word for bind in host["Binds"] or [] for word in ("--volume", bind)]
+    argv += [word for item in host["Devices"] or [] for word in ("--device", item["PathOnHost"])]
+    return [*argv, "--entrypoint", config["Entrypoint"][0], config["Image"], *config["Entrypoint"][1:], *config["Cmd"]]
+
+
+def _run_by_hand(pair: Pair, argvs: dict[str, list[str]]) -> float:
+    """Run both containers as a script would, until the API answers a completion; then remove them."""
+    begun = time.perf_counter()
+    threads = [threading.Thread(target=node.docker, args=argvs[node.name]) for node in reversed(pair.lab.nodes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    body = json.dumps({"model": "DeepSeek-V4.1-Flash-1017", "prompt": "1", "max_tokens": 1})
+    ask = f"curl -sf -m 5 {API}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+    pair.head.run(["sh", "-c", f"for i in $(seq 600); do {ask} && exit 0; sleep 0.05; done; exit 1"], timeout=60)
+    seconds = time.perf_counter() - begun
+    for rank, node in enumerate(pair.lab.nodes):
+        node.docker("stop", f"by-hand-rank{rank}")
+        node.docker("rm", f"by-hand-rank{rank}")
+    return seconds
+
+
+def _rank_killed_while_loading(pair: Pair) -> Figure:
+    def one() -> float:
+        pair.reset()
+        pair.script_engine(load_seconds_first=60, load_seconds_later=60)
+        with pair.head.popen(pair.command("start"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as start:
+            _wait(lambda: bool(pair.head.docker("ps", "-q", "--filter", "name=sparkserve-rank0")))
+            time.sleep(1.0)
+            pair.worker.docker("kill", "sparkserve-rank1")
+            begun = time.perf_counter()
+            code = start.wait(timeout=60)
+            seconds = time.perf_counter() - begun
+        left = [node.docker("ps", "-aq") for node in pair.lab.nodes]
+        if code == 0 or any(left):
+            raise RuntimeError(f"start ended with {code} and left {left}")
+        return seconds
+
+    worst = max(one() for _ in range(3))
+    pair.reset()
+    pair.script_engine(**INSTANT)
+    return Figure("rank_killed_in_load_seconds", worst, "s", 5.0)
+
+
+def _engine_killed(pair: Pair) -> Iterator[Figure]:
+    """Kill the engine's process inside rank 1's container: the very next look must say degraded."""
+    top = pair.worker.docker("top", "sparkserve-rank1", "-eo", "pid,args").splitlines()
+    engine = next(line.split()[0] for line in top if "tensorfold_lab" in line and "docker-init" not in line)
+    pair.worker.run(["kill", "-9", engine], user="root")
+    looks = 0
+    while looks < 5:
+        looks += 1
+        if pair.ask("status")["exit_code"] == 5:
+            break
+    yield Figure("looks_until_degraded", looks, "looks", 1)
+    _succeed(pair, "start")
+
+
+def _worker_gone(pair: Pair) -> Iterator[Figure]:
+    pair.worker.pause_sshd()
+    try:
+        begun = time.perf_counter()
+        code = pair.ask("status")["exit_code"]
+        seconds = time.perf_counter() - begun
+    finally:
+        pair.worker.resume_sshd()
+    if code != 6:
+        raise RuntimeError(f"status of a pair with a lost worker ended with {code}")
+    yield Figure("status_worker_gone_seconds", seconds, "s", 6.0)
+
+
+def _wait(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.1)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkserve.checks import Check, check_link
+from sparkserve.cluster import Role
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
+from sparkserve.link import LinkFacts, parse
+from sparkserve.settings import Settings
+from tests.unit.cases import CASES, case_files, read_case
+
+EMPTY_GLOBS: dict[str, dict[str, str]] = {pattern: {} for pattern in read_case(CASES / "link" / "no_rdma.json")["raw"]["globs"]}
+
+
+def facts(name: str) -> LinkFacts:
+    case = read_case(CASES / "link" / f"{name}.json")
+    return parse(case["raw"], case["address"])
+
+
+@pytest.mark.parametrize("path", case_files("link"), ids=lambda path: path.stem)
+def test_link(path: Path) -> None:
+    case = read_case(path)
+    found = asdict(parse(case["raw"], case["address"]))
+    shown: dict[str, Any] = {name: found[name] for name in case["facts"]}
+    assert {**shown, "hcas": list(shown["hcas"])} == case["facts"]
+    assert "lo" not in [item["name"] for item in found["interfaces"]]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        {"code": 1, "out": "", "err": "Option -json is unknown"},
+        {"code": 0, "out": "", "err": ""},
+        {"code": 0, "out": "1: lo: <LOOPBACK>", "err": ""},
+    ],
+)
+def test_could_not_look_is_not_none(answer: dict[str, Any] | None) -> None:
+    with pytest.raises(SparkserveError, match="cannot see the network interfaces") as caught:
+        parse({"commands": {"ip": answer}, "globs": EMPTY_GLOBS}, "10.0.0.1")
+    assert (caught.value.code, caught.value.exit_code) == ("link_unseen", EXIT_COULD_NOT_LOOK)
+
+
+def failed(
+    head: LinkFacts, worker: LinkFacts, *, rdma: bool = True, settings: Settings | None = None
+) -> dict[tuple[str, str], Check]:
+    links: dict[Role, LinkFacts] = {"head": head, "worker": worker}
+    found = check_link(settings or Settings(), links, rdma=rdma)
+    return {(check.id, check.node): check for check in found if check.verdict == "fail"}
+
+
+def test_a_crossed_pair_is_well() -> None:
+    assert failed(facts("head_port1"), facts("worker_port0_index5")) == {}
+
+
+def test_what_cannot_do_rdma_is_named_only_where_it_is_wanted() -> None:
+    found = failed(facts("head_port1"), facts("wifi"), rdma=True)
+    assert set(found) == {("link_rdma", "worker"), ("link_mtu", "")}
+    assert "wlP9s9" in found["link_rdma", "worker"].observed
+    assert failed(facts("no_rdma"), facts("worker_port0_index5"), rdma=False) == {}
+
+
+def test_an_mtu_that_differs() -> None:
+    (check,) = failed(facts("head_port1"), facts("wifi"), rdma=False).values()
+    assert (check.id, check.observed) == ("link_mtu", "MTU differs: head 9000, worker 1500")
+
+
+@pytest.mark.parametrize(
+    ("name", "observed"), [("nobody", "no interface owns 10.100.8.2"), ("unset", "SPARKSERVE_HEAD_LINK is not set")]
+)
+def test_no_interface_tells_the_choice(name: str, observed: str) -> None:
+    (check,) = failed(facts(name), facts("worker_port0_index5")).values()
+    assert (check.id, check.node, check.observed) == ("link_address", "head", observed)
+    assert check.hint == (
+        "set SPARKSERVE_HEAD_LINK in .env to one of: enP7s7 192.168.1.20, wlP9s9 192.168.1.77, "
+        "enp1s0f1np1 10.100.8.1, enP2p1s0f1np1 10.100.9.1"
+    )
+
+
+def test_the_same_address_twice() -> None:
+    settings = Settings(head_link="10.100.8.1", worker_link="10.100.8.1")
+    found = failed(facts("head_port1"), facts("worker_port0_index5"), settings=settings)
+    assert list(found) == [("link_same", "")]
