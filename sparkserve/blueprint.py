@@ -1,4 +1,4 @@
-"""Both ranks' containers before anything starts: from facts seen now, seen last, or named places where none are known."""
+"""Both ranks' containers before anything starts: from facts seen now or before, else with named places."""
 
 from __future__ import annotations
 

@@ -2,108 +2,29 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import logging
 import signal
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
-from sparkserve import __version__
+from sparkserve import __version__, cli_recipes
+from sparkserve.command_line import Check, Common, DryRun, Recipe, app, command, session
 from sparkserve.errors import EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, SparkserveError
 from sparkserve.output import Mode, Output
 
-if TYPE_CHECKING:
-    from sparkserve.lifecycle import Session
+__all__ = ["app", "main", "parse_seconds"]
 
-app = typer.Typer(
-    name="sparkserve",
-    help="Serve one large model across two NVIDIA DGX Spark as one OpenAI-compatible endpoint, and prove every step.",
-    epilog="Start here: sparkserve up --dry-run",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
+app.add_typer(cli_recipes.recipes, name="recipes")
 
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, handled as Ctrl-C is, with its own exit code."""
 
     exit_code = EXIT_TERMINATED
-
-
-@dataclass(frozen=True)
-class Common:
-    """The options that every command has."""
-
-    env_file: Path = Path(".env")
-    json: bool = False
-    quiet: bool = False
-    verbose: bool = False
-
-    @property
-    def output(self) -> Output:
-        """The one output of this command."""
-        return Output(Mode.JSON if self.json else Mode.QUIET if self.quiet else Mode.HUMAN)
-
-
-_COMMON = {
-    "env_file": Annotated[Path, typer.Option("--env-file", "-e", help="Settings file.", show_default=True)],
-    "json": Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")],
-    "quiet": Annotated[bool, typer.Option("--quiet", "-q", help="Only errors.")],
-    "verbose": Annotated[bool, typer.Option("--verbose", "-v", help="Every command that runs, on stderr.")],
-}
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and touch nothing.")]
-Check = Annotated[bool, typer.Option("--check", help="As --dry-run, but exit 4 when something would change.")]
-Recipe = Annotated[str | None, typer.Option("--recipe", "-r", help="Recipe name or directory, for this run.")]
-
-
-def command(examples: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function a command: it gets `common` as one value, the user gets its options one by one."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        own = [item for item in inspect.signature(function, eval_str=True).parameters.values() if item.name != "common"]
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        shared = [
-            inspect.Parameter(name, keyword, default=getattr(Common, name), annotation=annotation)
-            for name, annotation in _COMMON.items()
-        ]
-
-        name = function.__name__.strip("_").replace("_", "-")
-
-        @functools.wraps(function)
-        def run(**values: Any) -> Any:  # noqa: ANN401 - what the command line gave
-            common = Common(**{name: values.pop(name) for name in _COMMON})
-            if common.verbose:
-                logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(name)s %(message)s")
-                logging.getLogger("paramiko").setLevel(logging.WARNING)
-            try:
-                return function(common, **values)
-            except KeyboardInterrupt as error:  # Typer would end the program without a word of ours
-                raise _interrupted(name, error) from error
-
-        parameters = [item.replace(kind=keyword) for item in own] + shared
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {item.name: item.annotation for item in parameters}
-        app.command(name, epilog=f"Examples: {examples}")(run)
-        return run
-
-    return decorate
-
-
-def session(common: Common, name: str, output: Output, **flags: object) -> Session:
-    """Read settings and recipe for a command."""
-    from sparkserve.lifecycle import open_session
-    from sparkserve.settings import process_environment
-
-    return open_session(name, common.env_file, process_environment(), flags, output)
 
 
 @command("sparkserve config; sparkserve config --json")
@@ -159,7 +80,13 @@ def download(common: Common, *, dry_run: DryRun = False, check: Check = False, r
 
     A file goes to the worker as soon as it is proved on the head. It can be interrupted at any time and goes on there.
     """
-    _run_steps(common, "download", ("download", "sync"), preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
+    _run_steps(
+        common,
+        "download",
+        ("download", "sync", "derive"),
+        preview=_preview(dry_run=dry_run, check=check),
+        recipe=recipe,
+    )
 
 
 @command("sparkserve sync; sparkserve sync --check")
@@ -297,13 +224,25 @@ def logs(
     output.lines("logs", lifecycle.read_logs(run, query), lambda line: f"rank {line.rank}  {line.text}")
 
 
-@command("sparkserve recipes")
-def recipes(common: Common) -> None:
-    """List the recipes that came with sparkserve."""
-    from sparkserve import recipe_source, tables
+@command("sparkserve plan; sparkserve plan --live --json; sparkserve plan --recipe ./my-recipe")
+def plan(
+    common: Common,
+    *,
+    facts: Annotated[Path | None, typer.Option("--facts", help="Facts of another time, as --live keeps them.")] = None,
+    live: Annotated[bool, typer.Option("--live", help="Look at both nodes first.")] = False,
+    recipe: Recipe = None,
+) -> None:
+    """Show the exact container command of each rank.
 
-    rows = [recipe_source.load_recipe(name) for name in recipe_source.shipped_names()]
-    common.output.result("recipes", {"recipes": tables.recipe_rows(rows)}, tables.recipes_table(rows))
+    It asks no node and no network: what was last seen of the nodes is used, and what is not known is a named place.
+    """
+    from sparkserve import lifecycle, recipe_tables
+
+    output = common.output
+    run = session(common, "plan", output, recipe=recipe)
+    found = lifecycle.draw(run, facts, live=live)
+    data = recipe_tables.blueprint_data(found, run.recipe)
+    output.result("plan", data, *recipe_tables.blueprint_view(found, run.recipe))
 
 
 @app.callback(invoke_without_command=True)
@@ -355,7 +294,8 @@ def _run(words: list[str]) -> int:
         output.error(name, error)
         return error.exit_code
     except TyperException as error:
-        known = any(item.name == name for item in app.registered_commands)
+        groups = [item.name for item in app.registered_groups]
+        known = name in groups or any(item.name == name for item in app.registered_commands)
         hint = f"sparkserve {name} --help" if known else "sparkserve --help"
         output.error(name, SparkserveError("usage", str(error), hint, exit_code=EXIT_USAGE))
         return EXIT_USAGE
@@ -367,11 +307,3 @@ def _run(words: list[str]) -> int:
         output.error(name, *write_bug_report(error, words))
         return EXIT_FAILED
     return int(code or 0)
-
-
-def _interrupted(name: str, error: KeyboardInterrupt) -> SparkserveError:
-    code = int(getattr(error, "exit_code", 130))
-    report = getattr(error, "report", None)
-    done = f"; {len(report.applied)} changes are done and proved" if report is not None else ""
-    hint = f"`sparkserve {name}` goes on where it ended" if report is not None else ""
-    return SparkserveError("interrupted", f"interrupted{done}", hint, exit_code=code)

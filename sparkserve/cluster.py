@@ -50,7 +50,11 @@ class NodeSession:
         self._next = 0
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
         self._ended = False
-        self._send(program)
+        try:
+            self._send(program)
+        except SparkserveError:
+            self._process.close()
+            raise
         threading.Thread(target=self._listen, name=f"node program of {host.name}", daemon=True).start()
 
     def _send(self, data: bytes) -> None:

@@ -182,7 +182,7 @@ def _fill(deployment: Deployment, rank: int, values: Mapping[str, str], mounts: 
     own_argv, own_env = (launch.head_argv, launch.head_env) if rank == 0 else (launch.worker_argv, launch.worker_env)
     parameters = decide_parameters(deployment.settings, recipe)
     switched = _switched(deployment, parameters, rank)
-    words = [render(word, values) for word in (*launch.argv, *own_argv, *switched)]
+    words = [render(word, values) for word in (*launch.argv, *launch.more_argv, *own_argv, *switched)]
     env = {name: render(value, values) for name, value in {**launch.env, **own_env}.items()}
     places = [BindMount(render(m.source, values), m.target, read_only=not m.writable) for m in box.mounts]
     spec = ContainerSpec(

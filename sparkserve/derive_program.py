@@ -32,8 +32,8 @@ def tell(**message: Any) -> None:  # noqa: ANN401 - the fields of a JSON line
 
 def read_header(path: str) -> tuple[dict[str, Any], int]:
     """Read the header of a safetensors file: tensors by name, and where their bytes begin."""
-    size = os.stat(path).st_size
-    with open(path, "rb") as file:
+    size = pathlib.Path(path).stat().st_size
+    with pathlib.Path(path).open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= min(LONGEST_HEADER, size - 8):
@@ -89,7 +89,7 @@ def write(order: Order) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     done = 0
-    with open(partial, "wb") as out:
+    with partial.open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
         for _, path, entry, data in found:
             begin, end = entry["data_offsets"]
@@ -99,13 +99,13 @@ def write(order: Order) -> None:
         os.fsync(out.fileno())
         os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         size = out.tell()
-    os.replace(partial, target)
+    partial.replace(target)
     tell(tensors=len(found), size=size)
 
 
 def copy_range(path: str, begin: int, size: int, out: Any) -> int:  # noqa: ANN401 - a binary file
     """Copy bytes of a file, and drop their pages behind us."""
-    with open(path, "rb", buffering=0) as file:
+    with pathlib.Path(path).open("rb", buffering=0) as file:
         left, position = size, begin
         while left:
             block = os.pread(file.fileno(), min(BLOCK, left), position)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from pydantic import SecretStr
 
-from sparkserve import checks, engine, engine_logs, link, lock, planning, status_look, tuning
+from sparkserve import blueprint, checks, engine, engine_logs, link, lock, planning, recipe_git, status_look, tuning
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, connect, pair_lock, require_worker, state_dir
 from sparkserve.endpoint import open_endpoint
 from sparkserve.engine_logs import LogLine, LogQuery
@@ -26,7 +26,7 @@ from sparkserve.settings import Loaded, Settings, load, read_secret
 from sparkserve.status_look import Question, Status
 from sparkserve.verify import Exam, Proof, verify
 
-STEPS = ("download", "sync", "template", "build", "ship", "tune", "start")
+STEPS = ("download", "sync", "derive", "template", "build", "ship", "tune", "start")
 
 
 class Voice(Protocol):
@@ -74,6 +74,11 @@ class Session:
         """The lock beside the settings file."""
         return lock.lock_path(self.loaded.env_file)
 
+    @property
+    def facts_file(self) -> Path:
+        """What was last seen of both nodes."""
+        return self.state / "facts.json"
+
 
 @dataclass(frozen=True)
 class StepRow:
@@ -106,7 +111,14 @@ def open_session(
 ) -> Session:
     """Read settings and recipe, with everything that is wrong in them told at once."""
     loaded = load(env_file, environment, flags)
-    return Session(command, loaded, load_recipe(loaded.settings.recipe), environment, voice)
+    return Session(command, loaded, find_recipe(loaded.settings.recipe, environment), environment, voice)
+
+
+def find_recipe(name: str, environment: Mapping[str, str]) -> Recipe:
+    """Read a recipe by its name, path or trusted git address."""
+    if name.startswith(recipe_git.PREFIX):
+        return recipe_git.load_trusted(name, state_dir(environment))
+    return load_recipe(name)
 
 
 def resolve_lock(session: Session, *, update: bool = False) -> tuple[lock.Lock, bool]:
@@ -188,7 +200,10 @@ def plan_steps(session: Session, deployment: Deployment, steps: tuple[str, ...])
         every = [change for change in every if change not in left_out]
         for change in left_out:
             session.voice.warn(f"{change.node} is not tuned ({change.before}); `sparkserve tune` sets {change.after}")
+        for text in session.recipe.warnings:
+            session.voice.warn(text)
         starting, links = planning.plan_start(deployment, session.state / "runs", every)
+        blueprint.save_facts(session.facts_file, blueprint.see(deployment.cluster, links))
         every += starting
     chosen, pending = select(every, steps)
     if pending:
@@ -276,6 +291,21 @@ def up(session: Session, *, skip: tuple[str, ...], dry_run: bool) -> tuple[Outco
     return outcome, proofs
 
 
+def draw(session: Session, facts: Path | None, *, live: bool) -> blueprint.Blueprint:
+    """Give the containers of both ranks as a start would make them; asks the nodes only where `live` says so."""
+    settings, recipe = session.settings, session.recipe
+    known = lock.read_lock(session.lock_file, recipe, settings)
+    if live:
+        with connect(settings) as cluster:
+            seen = blueprint.see(cluster, cluster.on_both(link.gather))
+        blueprint.save_facts(session.facts_file, seen)
+        return blueprint.draw(settings, recipe, known, seen, "both nodes, seen now")
+    place = facts or session.facts_file
+    if facts is None and not place.exists():
+        return blueprint.draw(settings, recipe, known, None, "no facts: the nodes were not seen yet")
+    return blueprint.draw(settings, recipe, known, blueprint.load_facts(place), f"facts of {place}")
+
+
 def verify_endpoint(session: Session) -> list[Proof]:
     """Ask the endpoint the recipe's requests."""
     context = decide_parameters(session.settings, session.recipe).context
@@ -292,7 +322,7 @@ def look(session: Session) -> Status:
         links, errors = cluster.try_both(link.gather)
         if known and not errors:
             deployment = Deployment(session.settings, session.recipe, known, cluster)
-            question = planning.ask_status(deployment, planning.build_specs(deployment, links), session.state)
+            question = planning.ask_status(deployment, blueprint.build_specs(deployment, links), session.state)
         return status_look.look(question)
 
 

@@ -95,7 +95,7 @@ def check_json(words: Iterable[str]) -> None:
                 json.loads(word)
             except ValueError as error:
                 message = f"the argument {word} is no JSON: {error}"
-                hint = "look at `launch` of the recipe and at SPARKSERVE_EXTRA_ARGS; a shell's quotes are not part of it"
+                hint = "look at `launch` of the recipe and at SPARKSERVE_EXTRA_ARGS, and at the quotes there"
                 raise usage_error("argument_json", message, hint) from error
 
 

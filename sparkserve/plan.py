@@ -144,6 +144,7 @@ class _Run:
         self.waiting = list(plan.changes)
         self.planned = {change.key for change in plan.changes}
         self.running: dict[str, Change] = {}
+        self.threads: list[threading.Thread] = []
         self.done: set[str] = set()
         self.broken: set[str] = set()
         self.lane_failures: Counter[str] = Counter()
@@ -226,7 +227,9 @@ class _Run:
                     self.reporter.started(change)
                     self.waiting.remove(change)
                     self.running[change.key] = change
-                    threading.Thread(target=self.carry_out, args=(change,), name=change.key, daemon=True).start()
+                    thread = threading.Thread(target=self.carry_out, args=(change,), name=change.key, daemon=True)
+                    self.threads.append(thread)
+                    thread.start()
                 elif self.running:
                     self.changed.wait(0.5)
                 elif self.waiting:
@@ -237,7 +240,8 @@ class _Run:
         self.cancelled.set()
         deadline = time.monotonic() + seconds
         with self.changed:
-            while self.running and time.monotonic() < deadline:
+            # The interrupt may have come before a thread began: nobody would tell the end of its change.
+            while any(thread.is_alive() for thread in self.threads) and time.monotonic() < deadline:
                 self.changed.wait(0.2)
             self.report.not_reached += [*self.running.values(), *self.waiting]
 

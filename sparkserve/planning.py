@@ -9,8 +9,9 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from sparkserve import chat_template, checks, derive, engine, image, link, sync, system, tuning, weights
+from sparkserve.blueprint import build_specs
 from sparkserve.cluster import Deployment, Node, Role
-from sparkserve.container import ContainerSpec, build_spec, check_resolved
+from sparkserve.container import ContainerSpec, check_resolved
 from sparkserve.endpoint import open_endpoint
 from sparkserve.engine_watch import Launch
 from sparkserve.parameters import decide_ports
@@ -27,11 +28,6 @@ def secrets_of(deployment: Deployment) -> tuple[SecretStr | None, ...]:
     """List everything that must never show in a log."""
     file = deployment.settings.api_key_file
     return deployment.settings.hf_token, read_secret(file, "the API key") if file else None
-
-
-def build_specs(deployment: Deployment, links: Links) -> dict[Role, ContainerSpec]:
-    """Build both ranks' containers."""
-    return container_specs(deployment, links)
 
 
 def plan_preparation(deployment: Deployment) -> list[Change]:

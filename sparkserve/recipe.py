@@ -198,6 +198,7 @@ class Launch(Data):
     """argv and environment; `${…}` names the value of the rank's own node."""
 
     argv: tuple[str, ...] = Field(description="Arguments of both ranks")
+    more_argv: tuple[str, ...] = Field((), description="Further arguments of both ranks, for recipes that extend one")
     head_argv: tuple[str, ...] = Field((), description="Further arguments of rank 0")
     worker_argv: tuple[str, ...] = Field((), description="Further arguments of rank 1")
     switches: tuple[Switch, ...] = Field((), description="Arguments that depend on a parameter")
@@ -210,7 +211,7 @@ class Launch(Data):
     def words(self) -> tuple[str, ...]:
         """Every argument that either rank may get."""
         switched = [word for switch in self.switches for word in (*switch.on, *switch.off)]
-        return (*self.argv, *self.head_argv, *self.worker_argv, *switched)
+        return (*self.argv, *self.more_argv, *self.head_argv, *self.worker_argv, *switched)
 
 
 class Memory(Data):

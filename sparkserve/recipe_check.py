@@ -67,7 +67,7 @@ def _files(recipe: Recipe) -> list[bytes]:
 
 
 def _check_mounts(recipe: Recipe) -> Iterator[Finding]:
-    """A place in the container that two things want; single files may lie among the weights."""
+    """Find places in the container that two things want; single files may lie among the weights."""
     template = [recipe.chat_template.mount] if recipe.chat_template else []
     key = [recipe.launch.api_key_mount] if recipe.launch.api_key_mount else []
     folders = {weights.mount for weights in recipe.weights if weights.mount}

@@ -1,4 +1,4 @@
-"""Recipes by git address and commit: fetched once, shown, trusted by commit; nothing of them can leave its directory."""
+"""Recipes by git address and commit: fetched once, shown, trusted by commit; confined to their own files."""
 
 from __future__ import annotations
 

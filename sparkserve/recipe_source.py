@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,8 @@ def templates_dir() -> Path:
 
 def shipped_names() -> list[str]:
     """List the recipes that came with sparkserve."""
-    return sorted(path.parent.name for path in (templates_dir() / "recipes").glob("*/recipe.toml"))
+    # What begins with _ is only there to be extended.
+    return sorted(path.parent.name for path in (templates_dir() / "recipes").glob("[!_]*/recipe.toml"))
 
 
 def find_directory(name: str) -> Path:
@@ -102,3 +104,18 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:  # noqa: ANN401 - a
         yield annotation
     for argument in getattr(annotation, "__args__", ()):
         yield from models_in(argument)
+
+
+def write_skeleton(directory: Path) -> Path:
+    """Write a commented recipe that passes its check, named after its directory."""
+    name = directory.resolve().name
+    path = directory / "recipe.toml"
+    if path.exists():
+        raise usage_error("recipe_exists", f"{path} is there already", "name a new directory")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
+        hint = "small letters, digits, dots and hyphens make a name"
+        raise usage_error("recipe_name", f"{name} cannot be the name of a recipe", hint)
+    directory.mkdir(parents=True, exist_ok=True)
+    text = (templates_dir() / "new-recipe" / "recipe.toml").read_text(encoding="utf-8")
+    path.write_text(text.replace('name = "new-recipe"', f'name = "{name}"'), encoding="utf-8")
+    return path

@@ -56,7 +56,10 @@ class Settings(BaseModel):
     ssh_key: Path | None = Field(None, description="Private key file for the worker; else ~/.ssh/config or the agent")
     head_link: str = Field("", description="The head's own IPv4 address on the QSFP cable")
     worker_link: str = Field("", description="The worker's IPv4 address on the QSFP cable")
-    recipe: str = Field("tensorfold-1017", description="Name of a shipped recipe or path of a recipe directory")
+    recipe: str = Field(
+        "tensorfold-1017",
+        description="Name of a shipped recipe, path of a recipe directory, or git address of a trusted one",
+    )
     models_dir: Path = Field(
         Path("~/sparkserve/models"), description="Where weights live, on both nodes; ~ is each node's home"
     )

@@ -16,13 +16,13 @@ from sparkserve.settings import Loaded, Settings, variable_name
 if TYPE_CHECKING:
     from sparkserve.lifecycle import Locked, Outcome
     from sparkserve.plan import Change
-    from sparkserve.recipe import Recipe
     from sparkserve.status_look import Status
 
 _STYLES = {"ok": "green", "fail": "red", "warn": "yellow", "running": "green", "stopped": "", "not applicable": ""}
 
 
-def _table(*columns: str) -> Table:
+def make_table(*columns: str) -> Table:
+    """Make an empty table as all of ours look."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -42,7 +42,7 @@ def config_rows(loaded: Loaded) -> list[dict[str, Any]]:
 
 def config_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Show the settings."""
-    table = _table("setting", "value", "from", "what it is")
+    table = make_table("setting", "value", "from", "what it is")
     for row in rows:
         table.add_row(row["name"], Text(row["value"] or "-"), row["source"], Text(row["description"]))
     return table
@@ -50,7 +50,7 @@ def config_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def lock_table(found: Locked) -> Table:
     """Show what each source resolved to."""
-    table = _table("source", "resolved to", "files", "size")
+    table = make_table("source", "resolved to", "files", "size")
     for manifest in found.lock.weights:
         size = show_size(manifest.total_bytes)
         table.add_row(manifest.repository, manifest.commit, str(len(manifest.files)), size)
@@ -112,7 +112,7 @@ def _alike(changes: Sequence[Change]) -> list[list[Change]]:
 
 def plan_table(outcome: Outcome) -> Table:
     """Show what would change."""
-    table = _table("step", "node", "what", "is", "will be", "size")
+    table = make_table("step", "node", "what", "is", "will be", "size")
     for same in _alike(outcome.plan.changes):
         first, size = same[0], sum(change.size for change in same)
         what = first.resource if len(same) == 1 else f"{len(same)} files"
@@ -126,7 +126,7 @@ def plan_table(outcome: Outcome) -> Table:
 
 def summary_table(outcome: Outcome) -> Table:
     """Show what each step did, where, how it was proved, and how long it took."""
-    table = _table("step", "node", "proof", "time")
+    table = make_table("step", "node", "proof", "time")
     for row in outcome.rows:
         seconds = f"{row.seconds:.1f} s" if row.changed else ""
         table.add_row(row.step, row.node, Text(row.proof), seconds)
@@ -136,7 +136,7 @@ def summary_table(outcome: Outcome) -> Table:
 
 def pair_table(title: str, rows: Mapping[str, str]) -> Table:
     """Show one value per node."""
-    table = _table("node", title)
+    table = make_table("node", title)
     for node, text in rows.items():
         table.add_row(node, Text(text))
     return table
@@ -149,33 +149,10 @@ def proofs_exit_code(proofs: Sequence[Any]) -> int:
 
 def proofs_table(proofs: Sequence[Any]) -> Table:
     """Show what was asked of the endpoint and what it answered."""
-    table = _table("proof", "verdict", "observed", "needed", "time")
+    table = make_table("proof", "verdict", "observed", "needed", "time")
     for proof in proofs:
         verdict = Text(proof.verdict, style=_STYLES.get(proof.verdict, ""))
         table.add_row(proof.name, verdict, Text(proof.observed), Text(proof.needed), f"{proof.seconds:.1f} s")
-    return table
-
-
-def recipe_rows(recipes: Sequence[Recipe]) -> list[dict[str, Any]]:
-    """List recipes for a program."""
-    return [
-        {
-            "name": recipe.name,
-            "title": recipe.title,
-            "engine": recipe.engine,
-            "proven": recipe.proven,
-            "why": recipe.why,
-        }
-        for recipe in recipes
-    ]
-
-
-def recipes_table(recipes: Sequence[Recipe]) -> Table:
-    """Show the recipes."""
-    table = _table("recipe", "engine", "proven on Sparks", "what it serves")
-    for recipe in recipes:
-        proven = "yes" if recipe.proven else "no"
-        table.add_row(recipe.name, recipe.engine, proven, Text(f"{recipe.title}. {recipe.why}".strip()))
     return table
 
 
@@ -188,7 +165,7 @@ def status_view(found: Status) -> list[Table | str]:
     if data["uptime_seconds"] is not None:
         shown.insert(0, f"up {duration(data['uptime_seconds'])}")
     lines += [", ".join(shown)] if shown else []
-    table = _table("node", "container", "memory available", "swap used")
+    table = make_table("node", "container", "memory available", "swap used")
     for role, node in data["nodes"].items():
         memory = f"{show_size(node['memory_available_bytes'])} of {show_size(node['memory_total_bytes'])}"
         table.add_row(role, Text(node["container"]), memory, show_size(node["swap_used_bytes"]))

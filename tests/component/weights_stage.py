@@ -10,8 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sparkserve import sync, weights
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role
+from sparkserve.download import download
+from sparkserve.errors import SparkserveError
 from sparkserve.hosts import LocalHost
 from sparkserve.hub_file import Hub as HubClient
 from sparkserve.hub_file import HubFile
@@ -26,6 +30,7 @@ from tests.lab.repo_store import ModelRepo
 
 KIB = 1 << 10
 SEGMENT = 64 * KIB
+FILE = "file-00001.bin"
 # Small pieces and little patience: every fault plays within a second.
 QUICK = Limits(
     segment_bytes=SEGMENT, span_segments=2, read_seconds=0.4, tries=4, first_wait=0.02, longest_wait=0.1,
@@ -185,3 +190,22 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.01)
+
+
+def fetch(shared: HubClient, repo: ModelRepo, path: Path, name: str = FILE) -> Recorder:
+    """Download one file and compare it with its source."""
+    work = Recorder()
+    download(shared, wanted(repo, name), path, work)
+    assert path.read_bytes() == repo.source(name).read_bytes()
+    return work
+
+
+def refused(shared: HubClient, repo: ModelRepo, path: Path, name: str = FILE) -> SparkserveError:
+    with pytest.raises(SparkserveError) as caught:
+        download(shared, wanted(repo, name), path, Recorder())
+    assert caught.value.hint
+    return caught.value
+
+
+def body_bytes(hub: Hub) -> int:
+    return sum(entry["bytes_sent"] for entry in hub.log() if entry["status"] in (200, 206))

@@ -23,7 +23,7 @@ def terminate(_number: int, _frame: FrameType | None) -> None:
     raise Terminated
 
 
-both_wait = threading.Barrier(3)
+all_wait = threading.Barrier(3, action=lambda: print("under way", flush=True))
 
 
 def first(_work: Work) -> str:
@@ -31,14 +31,14 @@ def first(_work: Work) -> str:
 
 
 def polite(work: Work) -> str:
-    both_wait.wait(10)
+    all_wait.wait(10)
     while True:
         work.check()
         threading.Event().wait(0.01)
 
 
 def finishes(work: Work) -> str:
-    both_wait.wait(10)
+    all_wait.wait(10)
     try:
         while True:
             work.check()
@@ -48,22 +48,13 @@ def finishes(work: Work) -> str:
 
 
 def breaks(work: Work) -> str:
-    both_wait.wait(10)
+    all_wait.wait(10)
     try:
         while True:
             work.check()
             threading.Event().wait(0.01)
     except Cancelled as error:
         raise SparkserveError("late", "broke while it ended") from error
-
-
-class Announcing(RecordingReporter):
-    """Says when all three changes are under way."""
-
-    def started(self, change: Change) -> None:
-        super().started(change)
-        if len(self.keys("started")) == 4:
-            print("under way", flush=True)
 
 
 def main() -> None:
@@ -73,7 +64,7 @@ def main() -> None:
     changes += [Change("head", "s", name, "-", "+", action, ("head/s/first",)) for name, action in actions.items()]
     changes += [Change("head", "s", "later", "-", "+", first, ("head/s/polite", "head/s/finishes"))]
     try:
-        apply(Plan(tuple(changes)), Announcing())
+        apply(Plan(tuple(changes)), RecordingReporter())
     except Interrupted as error:
         report = error.report
         print(

@@ -25,7 +25,8 @@ USER = "spark-tester" if os.getuid() == 0 else getpass.getuser()
 # sshd of root wants /run/sshd, which only a started service makes, and root's own sessions are not like a user's:
 # in a mount namespace that nobody else sees there are the directory, a user, and a root with a plain shell.
 NAMESPACE = f"""set -e; mount -t tmpfs tmpfs /run; mkdir -m 755 /run/sshd
-cp "$1" /run/keys; sed '/^root:/s#[^:]*$#/bin/sh#' /etc/passwd > /run/passwd; echo '{USER}:*:1500:1500::/run:/bin/sh' >> /run/passwd
+cp "$1" /run/keys; sed '/^root:/s#[^:]*$#/bin/sh#' /etc/passwd > /run/passwd
+echo '{USER}:*:1500:1500::/run:/bin/sh' >> /run/passwd
 chmod 644 /run/keys /run/passwd; mount --bind /run/passwd /etc/passwd; shift; exec "$@\""""
 
 

@@ -69,7 +69,7 @@ def test_config_shows_every_setting_and_no_secret(
 
 
 def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
-    names = [row["name"] for row in run_json(["recipes", "--json"], capsys)["data"]["recipes"]]
+    names = [row["name"] for row in run_json(["recipes", "list", "--json"], capsys)["data"]["recipes"]]
     assert "tensorfold-1017" in names
 
 

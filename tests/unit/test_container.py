@@ -94,7 +94,8 @@ def test_digest_stays_when_only_the_gid_index_moved() -> None:
     ],
 )
 def test_digest_moves_with_everything_else(changes: dict[str, Any], image: str, template: str) -> None:
-    assert build_spec(make_deployment(changes), 1, LINKS, {"/model/chat_template.jinja": template}, image).digest != build(1).digest
+    files = {"/model/chat_template.jinja": template}
+    assert build_spec(make_deployment(changes), 1, LINKS, files, image).digest != build(1).digest
 
 
 def test_settings_override_the_recipe_on_both_ranks() -> None:

@@ -13,7 +13,9 @@ from sparkserve.link import LinkFacts, parse
 from sparkserve.settings import Settings
 from tests.unit.cases import CASES, case_files, read_case
 
-EMPTY_GLOBS: dict[str, dict[str, str]] = {pattern: {} for pattern in read_case(CASES / "link" / "no_rdma.json")["raw"]["globs"]}
+EMPTY_GLOBS: dict[str, dict[str, str]] = {
+    pattern: {} for pattern in read_case(CASES / "link" / "no_rdma.json")["raw"]["globs"]
+}
 
 
 def facts(name: str) -> LinkFacts:

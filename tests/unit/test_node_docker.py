@@ -4,7 +4,6 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,7 +48,7 @@ def response(status: str, body: bytes) -> bytes:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
+def place(tmp_path: Path) -> Path:
     return tmp_path / "docker.sock"
 
 

@@ -9,15 +9,13 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sparkserve.cluster import NodeSession
-from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
-from sparkserve.hosts import LocalHost
+from sparkserve.errors import SparkserveError
 from tests.unit.cases import wait_for
 
 CONTENT = b"weights " * 4096

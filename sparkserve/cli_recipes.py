@@ -1,0 +1,113 @@
+"""The commands about recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparkserve.command_line import Common, command
+
+if TYPE_CHECKING:
+    from sparkserve.recipe import Recipe
+
+recipes = typer.Typer(help="List, explain, check and make recipes.", rich_markup_mode=None, invoke_without_command=True)
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name, directory or git address of a recipe.")]
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the recipe.")]
+
+
+@recipes.callback()
+def recipes_without_command(
+    context: typer.Context,
+    *,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """List, explain, check and make recipes."""
+    if context.invoked_subcommand is None:
+        _list(Common(json=json))
+
+
+@command("sparkserve recipes list; sparkserve recipes list --json", recipes)
+def list_(common: Common) -> None:
+    """List the recipes that came with sparkserve."""
+    _list(common)
+
+
+def _list(common: Common) -> None:
+    from sparkserve import recipe_source, recipe_tables
+
+    found = [recipe_source.load_recipe(name) for name in recipe_source.shipped_names()]
+    common.output.result("recipes", {"recipes": recipe_tables.recipe_rows(found)}, recipe_tables.recipes_table(found))
+
+
+@command("sparkserve recipes show tensorfold-1017", recipes)
+def show(common: Common, name: Name) -> None:
+    """Explain a recipe.
+
+    Its sources, image, memory and ports, the arguments of both ranks, and what is not proved.
+    """
+    from sparkserve import lifecycle
+    from sparkserve.settings import process_environment
+
+    _show(common, lifecycle.find_recipe(name, process_environment()))
+
+
+def _show(common: Common, recipe: Recipe) -> None:
+    from sparkserve import blueprint, recipe_tables
+    from sparkserve.settings import Settings
+
+    drawn = blueprint.draw(Settings(), recipe, None, None)
+    data, views = recipe_tables.recipe_data(recipe, drawn), recipe_tables.recipe_view(recipe, drawn)
+    common.output.result("recipes", data, *views)
+
+
+@command("sparkserve recipes check ./my-recipe", recipes)
+def check(common: Common, directory: Directory) -> None:
+    """Prove a new recipe without hardware.
+
+    The keys, both ranks' commands, ports, flags given twice, mounts, the memory budget, and arguments that are JSON.
+    """
+    from sparkserve import recipe_check, recipe_source, recipe_tables
+    from sparkserve.settings import Settings
+
+    found = recipe_source.load_recipe(str(directory.resolve()))
+    findings, drawn = recipe_check.check_recipe(found, Settings())
+    shown = recipe_tables.blueprint_view(drawn, found) if drawn else []
+    data = {"findings": findings, **(recipe_tables.blueprint_data(drawn, found) if drawn else {})}
+    code = 1 if any(item.problem for item in findings) else 0
+    common.output.result("recipes", data, recipe_tables.findings_table(findings), *shown, exit_code=code)
+    raise typer.Exit(code)
+
+
+@command("sparkserve recipes new ./my-recipe", recipes)
+def new(common: Common, directory: Directory) -> None:
+    """Write a commented recipe to start from."""
+    from sparkserve import recipe_source
+
+    path = recipe_source.write_skeleton(directory)
+    text = f"{path} is written; change it, then `sparkserve recipes check {directory}`"
+    common.output.result("recipes", {"path": path}, text)
+
+
+@command("sparkserve recipes add git+https://example.org/recipes.git@0123456789abcdef0123456789abcdef01234567", recipes)
+def add(
+    common: Common,
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="git+https://HOST/REPOSITORY@COMMIT#DIRECTORY")],
+    *,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Trust it without being asked.")] = False,
+) -> None:
+    """Fetch a recipe from git, show it, and trust that commit.
+
+    From then on SPARKSERVE_RECIPE and --recipe take its address. A recipe cannot run anything on the hosts outside of
+    its containers, which get the GPUs and the network.
+    """
+    from sparkserve import recipe_git
+    from sparkserve.cluster import state_dir
+    from sparkserve.settings import process_environment
+
+    state = state_dir(process_environment())
+    found = recipe_git.fetch(address, state)
+    _show(common, found)
+    if yes or common.output.ask(f"Trust {found.name} at this commit?"):
+        recipe_git.trust(address, state)

@@ -1,0 +1,105 @@
+"""What every command of the command line shares: its options, and how a function becomes a command."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparkserve.errors import SparkserveError
+from sparkserve.output import Mode, Output
+
+if TYPE_CHECKING:
+    from sparkserve.lifecycle import Session
+
+app = typer.Typer(
+    name="sparkserve",
+    help="Serve one large model across two NVIDIA DGX Spark as one OpenAI-compatible endpoint, and prove every step.",
+    epilog="Start here: sparkserve up --dry-run",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+@dataclass(frozen=True)
+class Common:
+    """The options that every command has."""
+
+    env_file: Path = Path(".env")
+    json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+    @property
+    def output(self) -> Output:
+        """The one output of this command."""
+        return Output(Mode.JSON if self.json else Mode.QUIET if self.quiet else Mode.HUMAN)
+
+
+_COMMON = {
+    "env_file": Annotated[Path, typer.Option("--env-file", "-e", help="Settings file.", show_default=True)],
+    "json": Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")],
+    "quiet": Annotated[bool, typer.Option("--quiet", "-q", help="Only errors.")],
+    "verbose": Annotated[bool, typer.Option("--verbose", "-v", help="Every command that runs, on stderr.")],
+}
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and touch nothing.")]
+Check = Annotated[bool, typer.Option("--check", help="As --dry-run, but exit 4 when something would change.")]
+Recipe = Annotated[str | None, typer.Option("--recipe", "-r", help="Recipe name or directory, for this run.")]
+
+
+def command(examples: str, group: typer.Typer = app) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function a command: it gets `common` as one value, the user gets its options one by one."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        own = [item for item in inspect.signature(function, eval_str=True).parameters.values() if item.name != "common"]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        shared = [
+            inspect.Parameter(name, keyword, default=getattr(Common, name), annotation=annotation)
+            for name, annotation in _COMMON.items()
+        ]
+
+        name = function.__name__.strip("_").replace("_", "-")
+
+        @functools.wraps(function)
+        def run(**values: Any) -> Any:  # noqa: ANN401 - what the command line gave
+            common = Common(**{name: values.pop(name) for name in _COMMON})
+            if common.verbose:
+                logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(name)s %(message)s")
+                logging.getLogger("paramiko").setLevel(logging.WARNING)
+            try:
+                return function(common, **values)
+            except KeyboardInterrupt as error:  # Typer would end the program without a word of ours
+                raise interrupted(name, error) from error
+
+        parameters = [item.replace(kind=keyword) for item in own] + shared
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {item.name: item.annotation for item in parameters}
+        group.command(name, epilog=f"Examples: {examples}")(run)
+        return run
+
+    return decorate
+
+
+def session(common: Common, name: str, output: Output, **flags: object) -> Session:
+    """Read settings and recipe for a command."""
+    from sparkserve.lifecycle import open_session
+    from sparkserve.settings import process_environment
+
+    return open_session(name, common.env_file, process_environment(), flags, output)
+
+
+def interrupted(name: str, error: KeyboardInterrupt) -> SparkserveError:
+    """Say what an interrupt left done, and that the same command goes on."""
+    code = int(getattr(error, "exit_code", 130))
+    report = getattr(error, "report", None)
+    done = f"; {len(report.applied)} changes are done and proved" if report is not None else ""
+    hint = f"`sparkserve {name}` goes on where it ended" if report is not None else ""
+    return SparkserveError("interrupted", f"interrupted{done}", hint, exit_code=code)

@@ -1,0 +1,114 @@
+"""Recipes and their containers, for people and for programs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from sparkserve.blueprint import Blueprint
+from sparkserve.checks import show_size
+from sparkserve.docker_form import docker_run_argv
+from sparkserve.progress import duration
+from sparkserve.recipe import Recipe
+from sparkserve.recipe_check import Finding
+from sparkserve.tables import make_table
+
+
+def recipe_rows(recipes: Sequence[Recipe]) -> list[dict[str, Any]]:
+    """List recipes for a program."""
+    names = ("name", "title", "engine", "system", "proven", "why")
+    return [{name: getattr(recipe, name) for name in names} for recipe in recipes]
+
+
+def recipes_table(recipes: Sequence[Recipe]) -> Table:
+    """Show the recipes."""
+    table = make_table("recipe", "engine", "proven on Sparks", "what it serves")
+    for recipe in recipes:
+        table.add_row(recipe.name, recipe.engine, "yes" if recipe.proven else "no", Text(recipe.title))
+    table.caption = "`sparkserve recipes show NAME` explains one"
+    return table
+
+
+def recipe_data(recipe: Recipe, drawn: Blueprint) -> dict[str, Any]:
+    """Give all of a recipe, and what it makes of both ranks, for a program."""
+    return {"recipe": recipe, **blueprint_data(drawn, recipe)}
+
+
+def recipe_view(recipe: Recipe, drawn: Blueprint) -> list[Table | str]:
+    """Explain a recipe: sources, image, memory, ports, what is not proved, and both ranks' arguments."""
+    proven = "proven on Sparks" if recipe.proven else "not proven on Sparks"
+    lines = [f"{recipe.name}: {recipe.title}", f"{proven}: {recipe.why}"]
+    lines += [f"follows: {recipe.system}"] if recipe.system else []
+    lines += [f"warning: {text}" for text in recipe.warnings]
+    memory, ports, image = recipe.memory, recipe.ports, recipe.image
+    built = f"built on {image.base} from {image.engine_repository} at {image.engine_revision}"
+    pulled = image.reference or f"set SPARKSERVE_IMAGE; {image.reference_help}"
+    cache = f" + cache {memory.kv_bytes / 2**30:.1f}" if memory.kv_bytes else ""
+    lines += [
+        f"licence: {recipe.licence}",
+        f"image: {built if image.dockerfile else pulled} ({image.architecture})",
+        f"memory of a node: {memory.required_gib:g} GiB available; weights {memory.weights_gib:g}{cache},"
+        f" floor {memory.floor_gib:g}",
+        f"disk of a node: {show_size(_disk(recipe))}",
+        f"ports: API {ports.api} on the head, ranks {ports.master} on the cable",
+    ]
+    sources = make_table("weights", "repository", "at", "in the container")
+    for weights in recipe.weights:
+        sources.add_row(weights.name, weights.repository, weights.revision, weights.mount or "-")
+    views: list[Table | str] = ["\n".join(lines), sources]
+    for spec in drawn.specs.values():
+        views.append(f"{spec.name}: {shlex.join((*spec.entrypoint, *spec.argv))}")
+    if recipe.figures:
+        figures = make_table("published figure", "value", "source")
+        for figure in recipe.figures:
+            figures.add_row(figure.name, f"{figure.value:,g} {figure.unit}", figure.source)
+        views.append(figures)
+    return views
+
+
+def _disk(recipe: Recipe) -> int:
+    weights = sum(item.expected_bytes for item in recipe.weights)
+    derived = sum(item.expected_bytes for item in recipe.derived)
+    return weights + derived + recipe.image.expected_bytes + recipe.memory.first_start_disk_bytes
+
+
+def blueprint_data(found: Blueprint, recipe: Recipe) -> dict[str, Any]:
+    """Give both ranks' containers for a program."""
+    ranks = [
+        {
+            "rank": rank,
+            "node": role,
+            "argv": [*spec.entrypoint, *spec.argv],
+            "env": dict(spec.env),
+            "command": docker_run_argv(spec),
+            "unresolved": spec.unresolved,
+        }
+        for rank, (role, spec) in enumerate(found.specs.items())
+    ]
+    facts = {"basis": found.basis, "age_seconds": found.age}
+    return {"ranks": ranks, "facts": facts, "locked": found.locked, "warnings": recipe.warnings}
+
+
+def blueprint_view(found: Blueprint, recipe: Recipe) -> list[str]:
+    """Show both ranks' containers as commands that a shell understands."""
+    age = "" if found.age is None else f", {duration(found.age)} old"
+    lock = "the lock" if found.locked else "no lock yet: `sparkserve lock` resolves the sources"
+    lines = [f"# recipe {recipe.name}; {found.basis}{age}; {lock}", *(f"# warning: {text}" for text in recipe.warnings)]
+    for role, spec in found.specs.items():
+        lines += ["", f"# {spec.name}, on the {role}"]
+        lines += [f"# not known: {', '.join(spec.unresolved)}"] if spec.unresolved else []
+        lines.append(" \\\n  ".join(shlex.quote(word) for word in docker_run_argv(spec)))
+    return ["\n".join(lines)]
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """Show what was looked at in a recipe."""
+    table = make_table("checked", "verdict", "observed", "to do")
+    for item in findings:
+        verdict = Text("fail", style="red") if item.problem else Text("ok", style="green")
+        table.add_row(item.what, verdict, Text(item.problem or item.observed), Text(item.hint if item.problem else ""))
+    return table

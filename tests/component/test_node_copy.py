@@ -1,0 +1,193 @@
+"""The copy of one file between nodes: resumed, cut, refused, stalled, and proved where it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sparkserve.cluster import Node, Role
+from sparkserve.errors import SparkserveError
+from sparkserve.hosts import Host, LocalHost, Process
+from sparkserve.inventory import list_items
+from sparkserve.node_copy import Copy, CopyLimits, copy
+from sparkserve.plan import Cancelled
+from tests.component.weights_stage import KIB, Pair, Recorder, pair, serving
+from tests.lab.hub import Hub
+from tests.lab.model_repo import make_bench_repo
+from tests.lab.repo_store import ModelRepo
+
+SIZES = [3 << 20, 700 * KIB]
+LARGE = "file-00001.bin"
+QUICK = CopyLimits(stall_seconds=0.6, tries=2, first_wait=0.05, longest_wait=0.1)
+
+
+@pytest.fixture(scope="module")
+def repo(tmp_path_factory: pytest.TempPathFactory) -> ModelRepo:
+    return make_bench_repo(tmp_path_factory.mktemp("repos"), SIZES)
+
+
+@pytest.fixture
+def hub(repo: ModelRepo) -> Iterator[Hub]:
+    with serving(repo.root) as running:
+        yield running
+
+
+@pytest.fixture
+def stage(repo: ModelRepo, hub: Hub, tmp_path: Path) -> Iterator[Pair]:
+    with pair(repo, hub.endpoint, tmp_path) as found:
+        yield found
+
+
+class Scripted(LocalHost):
+    """A machine whose way for bulk data is a shell line; `$@` is what should have run."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__("worker")
+        self.line = line
+
+    def bulk_argv(self, argv: Sequence[str], link_address: str) -> list[str]:
+        return ["bash", "-c", self.line, "bash", *argv]
+
+
+class Far(Host):
+    """This machine, but not known as such: the sending end has to be a program there."""
+
+    def open(self, argv: Sequence[str]) -> Process:
+        return LocalHost(self.name).open(argv)
+
+    def close(self) -> None:
+        return
+
+
+def job_of(stage: Pair, source: Role = "head", target: Role = "worker") -> Copy:
+    (item,) = [item for item in list_items(stage.deployment.lock) if item.file.path == LARGE]
+    there = stage.node(target)
+    return Copy(stage.node(source), str(stage.path(source, LARGE)), there, item.partial_path(there), item.file, QUICK)
+
+
+def test_a_copy_goes_on_from_what_is_there(stage: Pair) -> None:
+    stage.fill("head")
+    job = job_of(stage)
+    content = stage.repo.source(LARGE).read_bytes()
+    partial = Path(job.partial)
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(content[: 2 << 20])
+    with stage.path("head", LARGE).open("r+b") as file:
+        file.write(b"what is not sent again is not looked at here")
+    copy(job, Recorder())
+    assert partial.read_bytes() == content
+
+
+@pytest.mark.parametrize("stale", [b"rotten prefix", b"longer than the file" * (1 << 18)])
+def test_a_stale_partial_is_noticed_and_copied_from_the_start(stage: Pair, stale: bytes) -> None:
+    stage.fill("head")
+    job = job_of(stage)
+    Path(job.partial).parent.mkdir(parents=True)
+    Path(job.partial).write_bytes(stale)
+    copy(job, Recorder())
+    assert Path(job.partial).read_bytes() == stage.repo.source(LARGE).read_bytes()
+
+
+def test_a_source_that_is_wrong_is_told_and_leaves_nothing(stage: Pair) -> None:
+    stage.fill("head")
+    with stage.path("head", LARGE).open("r+b") as file:
+        file.write(b"rot")
+    job = job_of(stage)
+    with pytest.raises(SparkserveError, match=LARGE) as caught:
+        copy(job, Recorder())
+    assert (caught.value.code, caught.value.node) == ("wrong_content", "worker")
+    assert not Path(job.partial).exists()
+
+
+def test_a_partial_with_holes_is_not_taken_for_a_prefix(stage: Pair) -> None:
+    stage.fill("worker")
+    job = job_of(stage, "worker", "head")
+    Path(job.partial).parent.mkdir(parents=True)
+    Path(job.partial).write_bytes(b"\0" * SIZES[0])
+    Path(job.partial + ".journal").write_text("of the downloader")
+    work = Recorder()
+    copy(job, work)
+    assert work.notes == []
+    assert not Path(job.partial + ".journal").exists()
+
+
+def test_the_sending_program(repo: ModelRepo, hub: Hub, tmp_path: Path) -> None:
+    with pair(repo, hub.endpoint, tmp_path) as stage:
+        stage.fill("worker")
+        job = job_of(stage, "worker", "head")
+        job = replace(job, source=Node("worker", Far("worker"), stage.deployment.settings))
+        Path(job.partial).parent.mkdir(parents=True)
+        Path(job.partial).write_bytes(repo.source(LARGE).read_bytes()[: 1 << 20])
+        copy(job, Recorder())
+        assert Path(job.partial).read_bytes() == repo.source(LARGE).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("echo 'ssh: connect to host 10.9.8.7 port 22: No route to host' >&2; exit 255", "No route to host"),
+        ("exec sleep 60", "nothing moved for 0.6 s"),
+        ('head -c 100000 | "$@"', "connection ended"),
+    ],
+)
+def test_a_link_that_does_not_carry_is_named(repo: ModelRepo, hub: Hub, tmp_path: Path, line: str, words: str) -> None:
+    with pair(repo, hub.endpoint, tmp_path, Scripted(line)) as stage:
+        stage.fill("head")
+        with pytest.raises(SparkserveError) as caught:
+            copy(job_of(stage), Recorder())
+    error = caught.value
+    assert (error.code, error.node) == ("copy_failed", "worker")
+    assert "10.9.8.7" in error.message
+    assert words in error.message
+    assert "ssh -o HostName=10.9.8.7" in error.hint
+
+
+def test_a_cut_is_survived_and_the_shell_of_the_account_may_chatter(repo: ModelRepo, hub: Hub, tmp_path: Path) -> None:
+    once = tmp_path / "once"
+    line = f'echo "Welcome to DGX OS"; [ -e {once} ] && exec "$@"; touch {once}; head -c 2000000 | "$@"'
+    with pair(repo, hub.endpoint, tmp_path, Scripted(line)) as stage:
+        stage.fill("head")
+        work = Recorder()
+        copy(job_of(stage), work)
+        assert Path(job_of(stage).partial).read_bytes() == repo.source(LARGE).read_bytes()
+    assert [note for note in work.notes if "going on from 1 MiB" in note]
+
+
+def test_a_refusal_of_ssh_is_not_tried_again(repo: ModelRepo, hub: Hub, tmp_path: Path) -> None:
+    tries = tmp_path / "tries"
+    line = f"echo x >> {tries}; echo 'me@10.9.8.7: Permission denied (publickey).' >&2; exit 255"
+    with pair(repo, hub.endpoint, tmp_path, Scripted(line)) as stage:
+        stage.fill("head")
+        with pytest.raises(SparkserveError, match="Permission denied"):
+            copy(job_of(stage), Recorder())
+    assert tries.read_text() == "x\n"
+
+
+def test_a_full_disk_there_is_told_with_path_and_size(repo: ModelRepo, hub: Hub, tmp_path: Path) -> None:
+    # A file system of 1 MiB that only the receiver sees, and that ends with it.
+    mount = 'mkdir -p "$0"; mount -t tmpfs -o size=1m none "$0"; exec "$@"'
+    host = Scripted("")
+    with pair(repo, hub.endpoint, tmp_path, host) as stage:
+        stage.fill("head")
+        job = job_of(stage)
+        host.line = f"exec unshare --mount bash -c '{mount}' {Path(job.partial).parent} \"$@\""
+        with pytest.raises(SparkserveError) as caught:
+            copy(job, Recorder())
+    error = caught.value
+    assert (error.code, error.node) == ("disk_full", "worker")
+    assert job.partial in error.message
+    assert str(SIZES[0]) in error.message
+
+
+def test_cancelling_a_copy_ends_its_processes(repo: ModelRepo, hub: Hub, tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    with pair(repo, hub.endpoint, tmp_path, Scripted(f"echo $$ > {mark}; exec sleep 60")) as stage:
+        stage.fill("head")
+        work = Recorder()
+        work.cancelled.set()
+        with pytest.raises(Cancelled):
+            copy(replace(job_of(stage), limits=CopyLimits()), work)
+    assert not mark.exists() or not Path(f"/proc/{mark.read_text().strip()}").exists()
