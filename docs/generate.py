@@ -60,6 +60,8 @@ EXAMPLES = {
     "extra_args": "--flag 'two words'",
     "rate_limit": "40MB",
     "sudo_password_file": "~/.config/sparkserve/sudo-password",
+    "watch_command": "/usr/local/bin/tell-me --urgent",
+    "restarts_per_hour": "3",
     "hf_token": "hf_xxxxxxxxxxxxxxxx",
     "hf_endpoint": "https://hub-mirror.example.com",
 }

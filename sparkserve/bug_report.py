@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import shlex
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from pydantic import SecretStr
 
@@ -17,18 +19,31 @@ from sparkserve.errors import SparkserveError
 from sparkserve.hosts import mask
 
 _KEPT = 10
+# What a disk, a mount or a mode does to us.
+_NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EISDIR, errno.ENOTDIR)
 
 
-def write_bug_report(error: Exception, words: Sequence[str]) -> tuple[SparkserveError]:
-    """Write the traceback to a log under the state directory and give the error that names it."""
+def explain(error: Exception, words: Sequence[str]) -> SparkserveError:
+    """Turn what nobody expected into an error: the machine's fault by its own words, ours with a log of it."""
+    if isinstance(error, OSError) and error.errno in _NOT_OURS:
+        where = f"{error.filename}: " if error.filename else ""
+        hint = "look at the room, owner and mode of that path" if where else "look at where the output goes"
+        return SparkserveError("file_failed", f"{where}{error.strerror}", hint, "head")
+    secrets = [SecretStr(os.environ.get("HF_TOKEN", ""))]
+    message = mask(f"this is a bug in sparkserve: {type(error).__name__}: {error}", secrets)
+    try:
+        hint = f"please report it with {_write_log(error, words, secrets)}"
+    except OSError as failed:
+        hint = f"its log cannot be written ({failed}): set XDG_STATE_HOME to a writable directory and run it again"
+    return SparkserveError("bug", message, hint)
+
+
+def _write_log(error: Exception, words: Sequence[str], secrets: Sequence[SecretStr]) -> Path:
     directory = state_dir(os.environ) / "bugs"
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = directory / time.strftime("%Y%m%d-%H%M%S.log")
     head = f"sparkserve {__version__}, Python {platform.python_version()}, {platform.platform()}\n{shlex.join(words)}\n"
-    text = head + "".join(traceback.format_exception(error))
-    secrets = [SecretStr(os.environ.get("HF_TOKEN", ""))]
-    path.write_text(mask(text, secrets), encoding="utf-8")
+    path.write_text(mask(head + "".join(traceback.format_exception(error)), secrets), encoding="utf-8")
     for old in sorted(directory.glob("*.log"))[:-_KEPT]:
         old.unlink()
-    message = mask(f"this is a bug in sparkserve: {type(error).__name__}: {error}", secrets)
-    return (SparkserveError("bug", message, f"please report it with {path}"),)
+    return path

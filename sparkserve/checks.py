@@ -153,6 +153,16 @@ def check_memory(recipe: Recipe, system: Mapping[Role, SystemFacts]) -> list[Che
     ]
 
 
+def check_sources(kinds: Mapping[Role, Mapping[str, str]]) -> list[Check]:
+    """Check that every file and device which the containers will be given is there and can be looked at."""
+    return [
+        Check("source", role, "fail", f"{path}: {kind}", "a file or device for the container", "`sparkserve up`")
+        for role, found in kinds.items()
+        for path, kind in found.items()
+        if kind in ("missing", "unreadable")
+    ]
+
+
 def check_disks(needs: Iterable[DiskNeed], system: Mapping[Role, SystemFacts]) -> list[Check]:
     """Check every file system that will be written, with the needs that fall on the same one added up."""
     grouped: dict[tuple[Role, int], list[DiskNeed]] = {}

@@ -11,14 +11,15 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from sparkserve import __version__, cli_recipes
-from sparkserve.command_line import Check, Common, DryRun, Recipe, app, command, session
-from sparkserve.errors import EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, SparkserveError
-from sparkserve.output import Mode, Output
+from sparkserve import __version__, cli_recipes, cli_weights
+from sparkserve.command_line import Check, Common, DryRun, Recipe, app, command, interrupted, session
+from sparkserve.errors import EXIT_CHANGES, EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, SparkserveError, usage_error
+from sparkserve.output import Mode, Output, end_streams, open_closed_streams
 
 __all__ = ["app", "main", "parse_seconds"]
 
 app.add_typer(cli_recipes.recipes, name="recipes")
+app.add_typer(cli_weights.weights, name="weights")
 
 
 class Terminated(KeyboardInterrupt):
@@ -38,32 +39,46 @@ def config(common: Common) -> None:
     output.result("config", {"settings": rows}, tables.config_table(rows))
 
 
-@command("sparkserve lock; sparkserve lock --update")
+@command("sparkserve lock; sparkserve lock --update; sparkserve lock --check")
 def lock(
     common: Common,
     *,
-    update: Annotated[bool, typer.Option("--update", help="Resolve the sources anew.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="Resolve the sources anew, and tell what changed.")] = False,
     dry_run: DryRun = False,
+    check: Check = False,
     recipe: Recipe = None,
 ) -> None:
     """Resolve all sources to commits and hashes.
 
     Everything after it works from the lock file beside `.env`, without asking what a branch or a tag means today.
+    --check compares the lock with the sources as they are now, the hub's files by their hashes.
     """
-    from sparkserve import lifecycle, tables
+    from sparkserve import lifecycle, tables, weights_tables
 
     output = common.output
-    found = lifecycle.lock_sources(session(common, "lock", output, recipe=recipe), update=update, dry_run=dry_run)
-    output.result("lock", found, tables.lock_table(found))
+    run = session(common, "lock", output, recipe=recipe)
+    found = lifecycle.lock_sources(run, update=update or check, dry_run=dry_run or check)
+    views = [weights_tables.differences_table(found.differences)] if update or check else []
+    code = EXIT_CHANGES if check and found.differences else 0
+    output.result("lock", found, tables.lock_table(found), *views, exit_code=code)
+    raise typer.Exit(code)
 
 
-def _run_steps(common: Common, name: str, steps: tuple[str, ...], *, preview: str = "", recipe: str | None) -> None:
+def _run_steps(
+    common: Common,
+    steps: tuple[str, ...],
+    *,
+    preview: str = "",
+    recipe: str | None,
+    adopt: list[str] | None = None,
+) -> None:
+    """Run the steps of a command, which has the name of its first one."""
     from sparkserve import lifecycle, tables
 
-    output = common.output
+    output, name = common.output, steps[0]
     run = session(common, name, output, recipe=recipe)
-    outcome = lifecycle.run_steps(run, steps, dry_run=bool(preview))
-    code = 4 if preview == "check" and not outcome.plan.is_empty else 0
+    outcome = lifecycle.run_steps(run, steps, dry_run=bool(preview), adopt=adopt or ())
+    code = EXIT_CHANGES if preview == "check" and not outcome.plan.is_empty else 0
     output.result(
         name, tables.outcome_data(outcome), tables.outcome_view(outcome, preview=bool(preview)), exit_code=code
     )
@@ -74,25 +89,37 @@ def _preview(*, dry_run: bool, check: bool) -> str:
     return "check" if check else "dry-run" if dry_run else ""
 
 
-@command("sparkserve download --dry-run; SPARKSERVE_RATE_LIMIT=40MB sparkserve download")
-def download(common: Common, *, dry_run: DryRun = False, check: Check = False, recipe: Recipe = None) -> None:
+@command("sparkserve download --dry-run; sparkserve download --adopt ~/.cache/huggingface/hub")
+def download(
+    common: Common,
+    *,
+    adopt: Annotated[
+        list[str] | None,
+        typer.Option("--adopt", metavar="DIR", help="Use files of DIR, head:DIR or worker:DIR in place."),
+    ] = None,
+    dry_run: DryRun = False,
+    check: Check = False,
+    recipe: Recipe = None,
+) -> None:
     """Fetch the weights to both nodes, proved by hash.
 
     A file goes to the worker as soon as it is proved on the head. It can be interrupted at any time and goes on there.
+    --adopt (again for more) takes a folder or a Hugging Face cache of yours: what is right there is used where it lies,
+    and never written to, moved or removed.
     """
     _run_steps(
         common,
-        "download",
         ("download", "sync", "derive"),
         preview=_preview(dry_run=dry_run, check=check),
         recipe=recipe,
+        adopt=adopt,
     )
 
 
 @command("sparkserve sync; sparkserve sync --check")
 def sync(common: Common, *, dry_run: DryRun = False, check: Check = False, recipe: Recipe = None) -> None:
     """Copy weights to the worker and prove them there."""
-    _run_steps(common, "sync", ("sync",), preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
+    _run_steps(common, ("sync",), preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
 
 
 @command("sparkserve template")
@@ -101,7 +128,7 @@ def template(common: Common, *, dry_run: DryRun = False, check: Check = False, r
 
     It is fetched at a pinned hash, the recipe's defaults are put in front, and it must render.
     """
-    _run_steps(common, "template", ("template",), preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
+    _run_steps(common, ("template",), preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
 
 
 @command("sparkserve build; sparkserve build --dry-run")
@@ -110,7 +137,7 @@ def build(common: Common, *, dry_run: DryRun = False, check: Check = False, reci
 
     What is in the image is proved before it goes to the worker; a recipe may name a finished image instead.
     """
-    _run_steps(common, "build", ("build", "ship"), preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
+    _run_steps(common, ("build", "ship"), preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
 
 
 @command("sparkserve tune; sparkserve tune --undo")
@@ -126,7 +153,7 @@ def tune(
     from sparkserve import lifecycle, tables
 
     if not undo:
-        _run_steps(common, "tune", ("tune",), preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
+        _run_steps(common, ("tune",), preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
     output = common.output
     rows = lifecycle.undo_tuning(session(common, "tune", output, recipe=recipe), dry_run=dry_run or check)
     output.result("tune", {"undone": rows}, tables.pair_table("put back", rows))
@@ -135,7 +162,7 @@ def tune(
 @command("sparkserve start; sparkserve start --dry-run")
 def start(common: Common, *, dry_run: DryRun = False, check: Check = False, recipe: Recipe = None) -> None:
     """Start the engine on both nodes until it answers."""
-    _run_steps(common, "start", ("start",), preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
+    _run_steps(common, ("start",), preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
 
 
 @command("sparkserve up --dry-run; sparkserve up; sparkserve up --skip tune")
@@ -157,7 +184,7 @@ def up(
     run = session(common, "up", output, recipe=recipe)
     preview = _preview(dry_run=dry_run, check=check)
     outcome, proofs = lifecycle.up(run, skip=tuple(skip or ()), dry_run=bool(preview))
-    code = 4 if preview == "check" and not outcome.plan.is_empty else tables.proofs_exit_code(proofs)
+    code = EXIT_CHANGES if preview == "check" and not outcome.plan.is_empty else tables.proofs_exit_code(proofs)
     data = {**tables.outcome_data(outcome), "proofs": proofs}
     views = [tables.outcome_view(outcome, preview=bool(preview)), *([tables.proofs_table(proofs)] if proofs else [])]
     output.result("up", data, *views, exit_code=code)
@@ -224,6 +251,33 @@ def logs(
     output.lines("logs", lifecycle.read_logs(run, query), lambda line: f"rank {line.rank}  {line.text}")
 
 
+@command("sparkserve prune --dry-run; sparkserve prune --yes")
+def prune(
+    common: Common,
+    *,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without being asked.")] = False,
+    dry_run: DryRun = False,
+    recipe: Recipe = None,
+) -> None:
+    """Remove what neither the lock nor a container uses.
+
+    Weights of other commits, partial files, rank and compile caches, engine images, saved logs: only what sparkserve
+    made. Adopted files, files of others, and what a container has mounted are never touched.
+    """
+    from sparkserve import lifecycle, storage, tables
+
+    output = common.output
+
+    def confirm(outcome: lifecycle.Outcome) -> bool:
+        if not yes:
+            output.show(tables.outcome_view(outcome, preview=True))
+        return yes or output.ask("Remove all of this?")
+
+    found = storage.prune_storage(session(common, "prune", output, recipe=recipe), confirm, dry_run=dry_run)
+    view = "nothing to remove" if found.plan.is_empty else tables.outcome_view(found, preview=not found.report.applied)
+    output.result("prune", tables.outcome_data(found), view)
+
+
 @command("sparkserve plan; sparkserve plan --live --json; sparkserve plan --recipe ./my-recipe")
 def plan(
     common: Common,
@@ -267,7 +321,7 @@ def parse_seconds(text: str) -> float | None:
     number, unit = (text[:-1], text[-1]) if text[-1].isalpha() else (text, "s")
     factors = {"s": 1, "m": 60, "h": 3600}
     if unit not in factors or not number.replace(".", "", 1).isdigit():
-        raise SparkserveError("usage", f"--since {text}: should be like 30s, 10m or 2h", exit_code=EXIT_USAGE)
+        raise usage_error("usage", f"--since {text} is no time", "write it like 30s, 10m or 2h")
     return float(number) * factors[unit]
 
 
@@ -280,8 +334,13 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
     words = sys.argv[1:] if arguments is None else arguments
+    open_closed_streams()
     signal.signal(signal.SIGTERM, _terminate)
-    sys.exit(_run(words))
+    try:
+        code = _run(words)
+    except OSError:  # nobody takes the error either
+        code = EXIT_FAILED
+    sys.exit(code if end_streams() else code or EXIT_FAILED)
 
 
 def _run(words: list[str]) -> int:
@@ -297,13 +356,17 @@ def _run(words: list[str]) -> int:
         groups = [item.name for item in app.registered_groups]
         known = name in groups or any(item.name == name for item in app.registered_commands)
         hint = f"sparkserve {name} --help" if known else "sparkserve --help"
-        output.error(name, SparkserveError("usage", str(error), hint, exit_code=EXIT_USAGE))
+        output.error(name, SparkserveError("usage", error.format_message(), hint, exit_code=EXIT_USAGE))
         return EXIT_USAGE
+    except (KeyboardInterrupt, typer.Abort) as error:
+        stopped = interrupted(name, error)
+        output.error(name, stopped)
+        return stopped.exit_code
     except BrokenPipeError:
         return EXIT_FAILED
     except Exception as error:  # noqa: BLE001 - the top: anything else is a bug of ours, and goes to the log
-        from sparkserve.bug_report import write_bug_report
+        from sparkserve.bug_report import explain
 
-        output.error(name, *write_bug_report(error, words))
+        output.error(name, explain(error, words))
         return EXIT_FAILED
     return int(code or 0)

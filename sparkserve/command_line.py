@@ -96,7 +96,7 @@ def session(common: Common, name: str, output: Output, **flags: object) -> Sessi
     return open_session(name, common.env_file, process_environment(), flags, output)
 
 
-def interrupted(name: str, error: KeyboardInterrupt) -> SparkserveError:
+def interrupted(name: str, error: BaseException) -> SparkserveError:
     """Say what an interrupt left done, and that the same command goes on."""
     code = int(getattr(error, "exit_code", 130))
     report = getattr(error, "report", None)

@@ -164,7 +164,7 @@ def _values(deployment: Deployment, rank: int, links: Mapping[Role, LinkPlace], 
         "api_host": settings.api_host,
         "cache": deployment.cluster.node(role).cache_dir,
         "weights.id": deployment.lock.weights_id,
-        "image.id": _image_id(image),
+        "image.id": image_id(image),
         **{name: getattr(parameters, name) for name in ("model_name", "context", "requests", "drafts")},
         "kv_bytes": recipe.memory.kv_bytes,
         "image": image,
@@ -172,7 +172,8 @@ def _values(deployment: Deployment, rank: int, links: Mapping[Role, LinkPlace], 
     return {name: str(value) for name, value in known.items() if value is not None}
 
 
-def _image_id(image: str) -> str:
+def image_id(image: str) -> str:
+    """Give what keeps the caches of one image apart from those of others."""
     _, _, digest = image.partition("@sha256:")
     return (digest or image.rpartition(":")[2])[:12]
 
@@ -248,5 +249,5 @@ def check_resolved(spec: ContainerSpec) -> None:
     """Refuse to start a container in which a fact of its node is missing."""
     if spec.unresolved:
         message = f"{spec.name} cannot be started: nobody knows {', '.join(spec.unresolved)}"
-        hint = "`sparkserve doctor` shows what each node's end of the cable looks like"
+        hint = "`sparkserve plan --live` shows what is known; the addresses in .env must be those of the cable"
         raise SparkserveError("spec_unresolved", message, hint, exit_code=3)

@@ -19,16 +19,19 @@ from sparkserve.plan import ApplyReport, Change, Work, key_of
 
 __all__ = ["Facts", "Launch", "gather", "new_run", "plan", "plan_stop"]
 STEP = "start"
+_DROP_CACHES = "/proc/sys/vm/drop_caches"
 _LEFTOVER = key_of("head", STEP, "old pair")
 # The daemon's own words, and what they mean for the owner of the pair.
 _REFUSALS = (
     (r"No such image", "image_missing", "the engine image is not on this node", "`sparkserve build`"),
+    (r"exec: .*(no such file|not found|permission denied)", "image_entrypoint", "the image cannot run its entry point",
+     "`sparkserve build`"),
     (r"bind source path does not exist", "mount_missing", "a file of the engine is missing", "`sparkserve sync`"),
     (r"is already in use by container", "name_taken", "another container holds the name", "`docker ps -a` shows it"),
     (r"could not select device driver|nvidia-container", "gpu_refused", "Docker cannot give the container the GPU",
      "`docker run --rm --gpus all IMAGE nvidia-smi`; the NVIDIA container toolkit may be missing"),
     (r"error gathering device information", "device_missing", "a device of the recipe is missing",
-     "`sparkserve doctor`"),
+     "`ls /dev/infiniband` on that node; `devices` of the recipe's container"),
 )  # fmt: skip
 
 
@@ -149,6 +152,27 @@ def is_half_started(report: ApplyReport) -> bool:
     return bool(done - {"old pair"}) and "ready" not in done
 
 
+def look_at_sources(node: Node, specs: Mapping[Role, ContainerSpec]) -> dict[str, str]:
+    """Tell of every file and device that the node's container will be given what it is: missing and unreadable too."""
+    spec = specs[node.role]
+    paths = [*(mount.source for mount in spec.mounts if mount.read_only), *spec.devices]
+    files = [{"path": path, "algorithm": "sha256"} for path in paths]
+    found = node.session.ask("look", store=node.proofs_file, files=files)
+    return {path: found[path]["kind"] for path in paths}
+
+
+def drop_page_cache(node: Node) -> str:
+    """Give the driver free pages, since it takes no cached ones; only where root is ours without a password."""
+    as_root = [] if node.identity["uid"] == 0 else ["sudo", "-n", "--"]
+    done = node.host.run([*as_root, "tee", _DROP_CACHES], stdin=b"3\n", check=False)
+    return "page cache dropped" if done.exit_code == 0 else "page cache kept: that needs sudo without a password"
+
+
+def has_removed(report: ApplyReport) -> bool:
+    """Whether a start took an earlier pair away."""
+    return any(item.change.key == _LEFTOVER for item in report.applied)
+
+
 def create(node: Node, spec: ContainerSpec) -> str:
     """Create and start one rank's container; a container that cannot be started is removed again."""
     from sparkserve.docker_client import explained
@@ -156,6 +180,7 @@ def create(node: Node, spec: ContainerSpec) -> str:
     check_resolved(spec)
     writable = [mount.source for mount in spec.mounts if not mount.read_only]
     node.session.ask("mkdir", paths=writable)
+    cache = drop_page_cache(node)
     container, host = create_arguments(spec)
     try:
         with explained(node.role):
@@ -164,7 +189,7 @@ def create(node: Node, spec: ContainerSpec) -> str:
             api.start(made["Id"])
     except SparkserveError as error:
         raise _translated(error, spec) from error
-    return f"container {made['Id'][:12]} runs, spec {_short(spec.digest)}"
+    return f"container {made['Id'][:12]} runs, spec {_short(spec.digest)}; {cache}"
 
 
 def _translated(error: SparkserveError, spec: ContainerSpec) -> SparkserveError:

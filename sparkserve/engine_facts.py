@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import quote
 
 from sparkserve.cluster import Node
 from sparkserve.container import (
@@ -104,7 +103,7 @@ class Facts:
     memory: Memory
     containers: tuple[ContainerFacts, ...] = ()
     foreign: tuple[ContainerFacts, ...] = ()
-    image_entrypoint: tuple[str, ...] | None = None
+    kernel: str = ""
 
     def of_rank(self, rank: int) -> ContainerFacts | None:
         """Find the container of a rank; a running one before a leftover."""
@@ -112,12 +111,10 @@ class Facts:
         return min(found, key=lambda container: not container.is_running, default=None)
 
 
-def gather(node: Node, image: str = "") -> Facts:
-    """Look at a node's containers, the processes in ours, its memory, and the entry point of `image` if given."""
+def gather(node: Node) -> Facts:
+    """Look at a node's containers, the processes in ours, and its memory."""
     listing = "/containers/json?all=1"
-    image_path = f"/images/{quote(image, safe='/:@')}/json"
-    paths = [listing, *([image_path] if image else [])]
-    raw = node.session.ask("facts", timeout=LOOK_SECONDS, docker=paths, files=["/proc/meminfo"])
+    raw = node.session.ask("facts", timeout=LOOK_SECONDS, docker=[listing], files=["/proc/meminfo"])
     summaries = docker_body(raw["docker"][listing], node.role)
     ours = [row for row in summaries if (row.get("Labels") or {}).get(OWNER_LABEL) == OWNER]
     foreign = [row for row in summaries if row not in ours and _name(row["Names"][0]) in _NAMES]
@@ -129,7 +126,7 @@ def gather(node: Node, image: str = "") -> Facts:
         foreign=tuple(
             ContainerFacts(row["Id"], _name(row["Names"][0]), row["State"], image=row["Image"]) for row in foreign
         ),
-        image_entrypoint=_entrypoint(raw["docker"][image_path], node.role) if image else None,
+        kernel=raw.get("kernel", ""),
     )
 
 
@@ -153,12 +150,6 @@ def docker_body(answer: Mapping[str, Any], node: str) -> Any:  # noqa: ANN401 - 
     if answer.get("status") == 200:
         return answer["body"]
     raise docker_unreachable(answer, node, EXIT_COULD_NOT_LOOK)
-
-
-def _entrypoint(answer: Mapping[str, Any], node: str) -> tuple[str, ...] | None:
-    if answer.get("status") == 404:
-        return None
-    return tuple(docker_body(answer, node)["Config"].get("Entrypoint") or ())
 
 
 def parse_container(body: Mapping[str, Any], processes: tuple[Process, ...] = ()) -> ContainerFacts:

@@ -103,9 +103,7 @@ def read_logs(cluster: Cluster, query: LogQuery) -> Iterator[LogLine]:
     followers = {role: _follow(cluster.node(role), found, query) for role, found in facts.items()}
     if not errors and not any(followers.values()):
         message = "no container of ours is there" + (f" for rank {query.rank}" if query.rank is not None else "")
-        raise SparkserveError(
-            "not_running", message, "`sparkserve logs --run` shows earlier runs", exit_code=EXIT_NOT_RUNNING
-        )
+        raise SparkserveError("not_running", message, "`sparkserve start`", exit_code=EXIT_NOT_RUNNING)
     while True:
         batches, lost = cluster.try_both(
             lambda node: [line for one in followers.get(node.role, []) for line in one.read()]
@@ -135,7 +133,8 @@ def _check_pattern(pattern: str) -> None:
         re.compile(pattern)
     except re.error as error:
         message = f"{pattern!r} is no regular expression: {error}"
-        raise SparkserveError("pattern_invalid", message, exit_code=EXIT_USAGE) from error
+        hint = "a plain word is one too; put a backslash before . * + ? ( ) [ ] to mean the character"
+        raise SparkserveError("pattern_invalid", message, hint, exit_code=EXIT_USAGE) from error
 
 
 # -- kept logs --------------------------------------------------------------------------------------------------------

@@ -43,6 +43,9 @@ class Launch:
     serving: Serving = "loads"
     needs: tuple[str, ...] = ()
     secrets: tuple[SecretStr | None, ...] = ()
+    kernels: Mapping[Role, str] = field(default_factory=dict)
+    # Filled while the ranks load: when each phase was first seen, in seconds after the wait began.
+    phases: dict[str, float] = field(default_factory=dict, compare=False)
 
     def stopping(self, work: Work) -> Stopping:
         """Tell how this start's containers are to be ended."""
@@ -112,7 +115,9 @@ class _Watch:
         return _Look(container, follower.read(), parse_memory(raw["files"]["/proc/meminfo"] or "").available)
 
     def _take(self, role: Role, line: LogLine) -> None:
-        self.phases[role] = match_phase(line.text, self.recipe.phases) or self.phases.get(role, "")
+        if phase := match_phase(line.text, self.recipe.phases):
+            self.phases[role] = phase
+            self.launch.phases.setdefault(f"rank {line.rank}: {phase}", self.elapsed)
         failure = match_failure(line.text, self.recipe.failures)
         if failure and not failure.fatal and failure.cause not in self.warnings:
             self.warnings.append(failure.cause)
@@ -149,7 +154,7 @@ class _Watch:
         """Build the error of a failed start: the earliest real error of either log, cause, advice, last lines."""
         trouble = find_trouble(self.lines, self.recipe.failures)
         details = [cause.details or str(cause)] if cause else []
-        hint = f"`sparkserve logs --run {self.launch.run}` shows both logs"
+        hint = "`sparkserve logs` shows both logs"
         if trouble:
             said = time.strftime("%H:%M:%S", time.localtime(trouble.line.moment))
             details.append(f"first error, rank {trouble.line.rank} at {said}: {trouble.line.text.strip()}")

@@ -145,7 +145,7 @@ class Source:
 
     def _wrong_size(self, total: int) -> Trouble:
         text = f"{self._wanted} has {total} bytes there; needed, by the lock: {self._wanted.file.size}"
-        hint = "`sparkserve lock --check` compares the lock with the hub; a mirror may be broken: look at HF_ENDPOINT"
+        hint = "`sparkserve lock --update --dry-run` shows what the hub has; a mirror may be broken: see HF_ENDPOINT"
         return Trouble(SparkserveError("wrong_size", text, hint), 3)
 
     def _refusal(self, exchange: Exchange) -> Trouble:

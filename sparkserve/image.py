@@ -14,6 +14,7 @@ from sparkserve.image_build import BuildFile, Order, build, pull
 from sparkserve.image_facts import Facts, ImageFacts
 from sparkserve.image_facts import gather as gather_image
 from sparkserve.image_ship import ship
+from sparkserve.lock import NAME as LOCK_NAME
 from sparkserve.lock import Lock
 from sparkserve.plan import Change, Work, key_of
 from sparkserve.recipe import Recipe
@@ -22,7 +23,7 @@ BUILD_STEP = "build"
 SHIP_STEP = "ship"
 _LANE = "image"
 # Nothing of these reaches an image: the recipe itself, its lock and its texts. The engine's source comes from git.
-_NO_BUILD_FILES = ("recipe.toml", "sparkserve.lock.json")
+_NO_BUILD_FILES = ("recipe.toml", LOCK_NAME)
 _ENGINE = "engine"
 
 __all__ = ["Facts", "ImageFacts", "build_files", "gather", "labels_of", "long_flags", "plan", "tag_of"]
@@ -31,7 +32,8 @@ __all__ = ["Facts", "ImageFacts", "build_files", "gather", "labels_of", "long_fl
 def build_files(recipe: Recipe) -> dict[str, BuildFile]:
     """Read the build context of a recipe: its own files over those of the recipe it extends."""
     files: dict[str, BuildFile] = {}
-    left_out = {*_NO_BUILD_FILES, recipe.chat_template.prologue if recipe.chat_template else ""}
+    prologue = recipe.chat_template.prologue if recipe.chat_template else ""
+    left_out = {*_NO_BUILD_FILES, prologue, *(item.file for item in recipe.derived)}
     for directory in reversed(recipe.directories):
         for name, path in _walk(directory):
             if name in left_out or name.endswith(".md"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from sparkserve.cluster import Node
@@ -83,16 +83,16 @@ def gather(node: Node, lock: Lock) -> Facts:
     return Facts(files, partial_bytes)
 
 
-def find_need(item: Item, facts: Facts) -> str | None:
-    """Say what keeps a file from being proved; None when it is."""
+def find_need(item: Item, facts: Facts, node: Node) -> str | None:
+    """Say what keeps a file from being proved, and where one of others should be; None when it is."""
     observed = facts.of(item)
     if is_proved(item.file, observed):
         return None
-    problem = find_problem(item.file, observed)
-    if problem is None:
-        return "not proved"
-    here = facts.partial_bytes.get(item.name, 0)
-    return f"{problem}, {100 * here // item.file.size} % under way" if here else problem
+    problem = find_problem(item.file, observed) or "not proved"
+    here = 0 if problem == "not proved" else facts.partial_bytes.get(item.name, 0)
+    under_way = f", {100 * here // item.file.size} % under way" if here else ""
+    adopted = node.adopted.get(item.name)
+    return f"{problem}{under_way}" + (f" (adopted: {adopted})" if adopted else "")
 
 
 def only_needs_proof(item: Item, facts: Facts) -> bool:
@@ -106,17 +106,32 @@ def bytes_missing(lock: Lock, facts: Facts) -> int:
     return sum(item.file.size - facts.partial_bytes.get(item.name, 0) for item in broken)
 
 
-def prove(node: Node, item: Item, work: Work) -> bool:
-    """Hash a file on its node, which remembers the result; tells whether it is right."""
+def hash_files(
+    node: Node,
+    places: Mapping[str, ManifestFile],
+    tell: Callable[[int], None],
+    *,
+    gentle: bool = False,
+) -> dict[str, FileFacts]:
+    """Hash files, given by path, on their node, which remembers the results; `tell` hears of the bytes read."""
+    if not places:
+        return {}
+    files = [{"path": path, "algorithm": file.algorithm, "size": file.size} for path, file in places.items()]
+    rows = node.session.ask(
+        "hash", store=node.proofs_file, files=files, gentle=gentle, on_progress=lambda progress: tell(progress["bytes"])
+    )
+    return {path: FileFacts(row["kind"], row["size"], row["digest"]) for path, row in rows.items()}
 
-    def tell(progress: dict[str, int]) -> None:
+
+def prove(node: Node, item: Item, work: Work, path: str = "") -> bool:
+    """Hash a file where it is used (or at another path) and tell whether it is right."""
+
+    def tell(done: int) -> None:
         work.check()
-        work.progress(progress["bytes"], item.file.size)
+        work.progress(done, item.file.size)
 
-    path = node.place(item.manifest, item.file)
-    wanted = {"path": path, "algorithm": item.file.algorithm, "size": item.file.size}
-    row = node.session.ask("hash", store=node.proofs_file, files=[wanted], on_progress=tell)[path]
-    return is_proved(item.file, FileFacts(row["kind"], row["size"], row["digest"]))
+    path = path or node.place(item.manifest, item.file)
+    return is_proved(item.file, hash_files(node, {path: item.file}, tell)[path])
 
 
 def settle(node: Node, item: Item, work: Work) -> str:
@@ -131,12 +146,25 @@ def settle(node: Node, item: Item, work: Work) -> str:
         algorithm=item.file.algorithm,
         digest=item.file.digest,
     )
-    _use_own(node, item)
+    # From now on our own file is used, where one of others stood for it until it turned out to be wrong.
+    if item.name in node.adopted:
+        note_adopted(node, item, None)
     return f"{answer['size']} bytes, {item.proof}"
 
 
-def _use_own(node: Node, item: Item) -> None:
-    """From now on our own file is used, where one of others stood for it until it turned out to be wrong."""
+def note_adopted(node: Node, item: Item, path: str | None) -> None:
+    """Note on the node which file of others it uses in place; None: its own from now on."""
     with _adopting:
-        if node.adopted.pop(item.name, None) is not None:
-            node.host.write(f"{node.models_dir}/.sparkserve/adopted.json", json.dumps(node.adopted, indent=1).encode())
+        node.adopted.pop(item.name, None)
+        if path is not None:
+            node.adopted[item.name] = path
+        directory = f"{node.models_dir}/.sparkserve"
+        node.session.ask("mkdir", paths=[directory])
+        node.host.write(f"{directory}/adopted.json", json.dumps(node.adopted, indent=1).encode())
+
+
+def tidy(node: Node, lock: Lock) -> None:
+    """Remove the directories of partials that are empty by now; an absent one is fine."""
+    places = [f"{node.models_dir}/{manifest.directory}" for manifest in lock.weights]
+    words = ["-maxdepth", "1", "-type", "d", "-name", PARTIALS, "-empty", "-delete"]
+    node.host.run(["find", *places, *words], check=False)

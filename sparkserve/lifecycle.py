@@ -7,12 +7,25 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from pydantic import SecretStr
 
-from sparkserve import blueprint, checks, engine, engine_logs, link, lock, planning, recipe_git, status_look, tuning
+from sparkserve import (
+    attempt,
+    blueprint,
+    checks,
+    engine,
+    link,
+    lock,
+    planning,
+    recipe_git,
+    records,
+    sources,
+    tuning,
+)
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, connect, pair_lock, require_worker, state_dir
 from sparkserve.endpoint import open_endpoint
 from sparkserve.engine_logs import LogLine, LogQuery
@@ -123,8 +136,6 @@ def find_recipe(name: str, environment: Mapping[str, str]) -> Recipe:
 
 def resolve_lock(session: Session, *, update: bool = False) -> tuple[lock.Lock, bool]:
     """Read the lock, or resolve every source now; tells whether it is new and still has to be written."""
-    from sparkserve import sources
-
     known = None if update else lock.read_lock(session.lock_file, session.recipe, session.settings)
     if known is not None:
         return known, False
@@ -134,49 +145,70 @@ def resolve_lock(session: Session, *, update: bool = False) -> tuple[lock.Lock, 
 
 @dataclass(frozen=True)
 class Locked:
-    """A lock, its place, and whether this run wrote it."""
+    """A lock, its sources, its place, whether this run wrote it, and how it differs from the one that was there."""
 
     lock: lock.Lock
+    rows: list[sources.SourceRow]
     path: Path
     written: bool
+    differences: list[sources.Difference] = field(default_factory=list)
 
 
 def lock_sources(session: Session, *, update: bool, dry_run: bool) -> Locked:
     """Make sure that every source is resolved; writes the lock and nothing else."""
     found, is_new = resolve_lock(session, update=update)
+    before = lock.read_any_lock(session.lock_file, session.recipe)
+    differences = sources.compare(before, found, session.recipe, session.settings) if is_new else []
     if is_new and not dry_run:
         lock.write_lock(session.lock_file, found)
-    return Locked(found, session.lock_file, is_new and not dry_run)
+    rows = sources.describe(found, session.recipe, session.settings)
+    return Locked(found, rows, session.lock_file, is_new and not dry_run, differences)
 
 
 @contextmanager
-def deployed(session: Session) -> Iterator[tuple[Deployment, bool]]:
+def deployed(session: Session, *, offline: bool = False) -> Iterator[tuple[Deployment, bool]]:
     """Resolve what is wanted and connect to both nodes; tells whether the lock still has to be written."""
     require_worker(session.settings)
+    if offline and lock.read_lock(session.lock_file, session.recipe, session.settings) is None:
+        raise usage_error("lock_missing", f"there is no {session.lock_file}", "sparkserve lock")
     found, is_new = resolve_lock(session)
     with connect(session.settings) as cluster:
         yield Deployment(session.settings, session.recipe, found, cluster), is_new
 
 
-def run_steps(session: Session, steps: tuple[str, ...], *, dry_run: bool = False) -> Outcome:
+def run_steps(
+    session: Session, steps: tuple[str, ...], *, dry_run: bool = False, adopt: Collection[str] = ()
+) -> Outcome:
     """Facts, plan, preflight, apply: the line that every writing command is a part of."""
     begun = time.monotonic()
     with deployed(session) as (deployment, lock_is_new):
         if dry_run:
+            planning.look_for_weights(deployment, adopt, session.voice.warn, only_assume=True)
             return Outcome(steps, plan_steps(session, deployment, steps)[0])
         with pair_lock(session.state, session.command):
             if lock_is_new:
                 lock.write_lock(session.lock_file, deployment.lock)
-            wanted, links = plan_steps(session, deployment, steps)
+            adoption = Plan(tuple(planning.look_for_weights(deployment, adopt, session.voice.warn)))
+            adopted = carry_out(session, deployment, adoption)
+            wanted, start = plan_steps(session, deployment, steps)
             if not wanted.is_empty:
-                prepare(session, deployment, wanted, links)
-            report = _apply(session, deployment, wanted)
-        outcome = Outcome(steps, wanted, report, time.monotonic() - begun)
+                prepare(session, deployment, wanted, start)
+            carry = partial(carry_out, session, deployment)
+            if start is not None and start.changes:
+                report = attempt.make(attempt.Attempt(deployment, start, session.state, session.command, carry), wanted)
+            else:
+                report = carry(wanted)
+            planning.tidy_weights(deployment, report)
+        report.applied[:0] = adopted.applied
+        every = Plan((*adoption.changes, *wanted.changes))
+        outcome = Outcome(("adopt", *steps) if adopt else steps, every, report, time.monotonic() - begun)
         report.raise_failures()
+        if start is not None and session.command != "watch":  # a restart of its own is no word of the owner's
+            records.keep_wanted(session.state, serving=True, recipe=session.settings.recipe)
         return outcome
 
 
-def _apply(session: Session, deployment: Deployment, wanted: Plan) -> ApplyReport:
+def carry_out(session: Session, deployment: Deployment, wanted: Plan) -> ApplyReport:
     """Carry a plan out; an interrupt between the first rank and the answer must not leave one rank alone."""
     try:
         with session.voice.reporter(wanted) as reporter:
@@ -189,12 +221,14 @@ def _apply(session: Session, deployment: Deployment, wanted: Plan) -> ApplyRepor
         raise
 
 
-def plan_steps(session: Session, deployment: Deployment, steps: tuple[str, ...]) -> tuple[Plan, planning.Links | None]:
+def plan_steps(
+    session: Session, deployment: Deployment, steps: tuple[str, ...]
+) -> tuple[Plan, planning.Starting | None]:
     """Plan the wanted steps; an earlier step that is still to be made, and not wanted now, is an error."""
     if set(steps) == {"tune"}:
         return Plan(tuple(planning.plan_tuning(deployment))), None
     every = planning.plan_preparation(deployment)
-    links = None
+    start = None
     if "start" in steps:
         left_out = [change for change in every if change.step == "tune" and "start" in steps and "tune" not in steps]
         every = [change for change in every if change not in left_out]
@@ -202,19 +236,19 @@ def plan_steps(session: Session, deployment: Deployment, steps: tuple[str, ...])
             session.voice.warn(f"{change.node} is not tuned ({change.before}); `sparkserve tune` sets {change.after}")
         for text in session.recipe.warnings:
             session.voice.warn(text)
-        starting, links = planning.plan_start(deployment, session.state / "runs", every)
-        blueprint.save_facts(session.facts_file, blueprint.see(deployment.cluster, links))
-        every += starting
+        start = planning.plan_start(deployment, session.state / "runs", every)
+        blueprint.save_facts(session.facts_file, blueprint.see(deployment.cluster, start.links))
+        every += start.changes
     chosen, pending = select(every, steps)
     if pending:
         raise _not_prepared(pending)
-    return chosen, links
+    return chosen, start
 
 
-def prepare(session: Session, deployment: Deployment, wanted: Plan, links: planning.Links | None) -> None:
+def prepare(session: Session, deployment: Deployment, wanted: Plan, start: planning.Starting | None) -> None:
     """Hold the preflight: everything that would stop the plan half-way is told before its first change."""
     unlock_sudo(session, deployment.cluster, {change.node for change in wanted.changes if change.lane == "sudo"})
-    found = planning.preflight(deployment, wanted.changes, links)
+    found = planning.preflight(deployment, wanted.changes, start)
     for check in found:
         if check.verdict == "warn":
             session.voice.warn(f"{check.node}: {check.observed}; better: {check.needed}")
@@ -311,37 +345,3 @@ def verify_endpoint(session: Session) -> list[Proof]:
     context = decide_parameters(session.settings, session.recipe).context
     exam = Exam(open_endpoint(session.settings, session.recipe), session.recipe.verification, context)
     return verify(exam, lambda name: session.voice.say(f"asking the endpoint: {name}"))
-
-
-def look(session: Session) -> Status:
-    """Judge the pair from both nodes; a node that cannot be asked makes the state unknown, not the command fail."""
-    known = lock.read_lock(session.lock_file, session.recipe, session.settings)
-    with connect(session.settings, lenient=True) as cluster:
-        endpoint = open_endpoint(session.settings, session.recipe)
-        question = Question(cluster, session.recipe, endpoint, session.state / "movement.json")
-        links, errors = cluster.try_both(link.gather)
-        if known and not errors:
-            deployment = Deployment(session.settings, session.recipe, known, cluster)
-            question = planning.ask_status(deployment, blueprint.build_specs(deployment, links), session.state)
-        return status_look.look(question)
-
-
-def stop(session: Session, *, force: bool, dry_run: bool) -> Outcome:
-    """End both ranks and prove on each node that nothing of ours is left."""
-    with connect(session.settings, lenient=True) as cluster:
-        facts, _ = cluster.try_both(engine.gather)
-        stopping = Stopping(session.state / "runs", force=force, secrets=(session.settings.hf_token,))
-        wanted = Plan(tuple(engine.plan_stop(cluster, facts, stopping)))
-        if dry_run or wanted.is_empty:
-            return Outcome(("stop",), wanted)
-        begun = time.monotonic()
-        with pair_lock(session.state, session.command), session.voice.reporter(wanted) as reporter:
-            report = apply(wanted, reporter)
-        report.raise_failures()
-        return Outcome(("stop",), wanted, report, time.monotonic() - begun)
-
-
-def read_logs(session: Session, query: LogQuery) -> Iterator[LogLine]:
-    """Give both ranks' log lines in the order of time."""
-    with connect(session.settings) as cluster:
-        yield from engine_logs.read_logs(cluster, query)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -94,17 +95,26 @@ def read_lock(path: Path, recipe: Recipe, settings: Settings) -> Lock | None:
     return lock
 
 
+def read_any_lock(path: Path, recipe: Recipe) -> Lock | None:
+    """Read our lock or the recipe's to compare another one with; None where that cannot be read."""
+    try:
+        return _parse(path) or _parse(recipe.directories[0] / NAME)
+    except SparkserveError:
+        return None
+
+
 def _parse(path: Path) -> Lock | None:
     try:
         return Lock.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise usage_error("lock_unreadable", f"cannot read {path}: {error}") from error
+        hint = "look at its owner and mode; without it `sparkserve lock` makes a new one"
+        raise usage_error("lock_unreadable", f"cannot read {path}: {error}", hint) from error
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        message = f"{path} is broken: {where}: {first['msg']}"
+        message = ": ".join(filter(None, (f"{path} is broken", where, first["msg"])))
         raise usage_error("lock_broken", message, "`sparkserve lock --update` makes it anew") from error
 
 
@@ -119,8 +129,10 @@ def write_lock(path: Path, lock: Lock) -> None:
             os.fsync(file.fileno())
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise usage_error("lock_unwritable", f"cannot write {path}: {error.strerror}") from error
+        with contextlib.suppress(OSError):  # where nothing can be written, nothing is there to be removed
+            beside.unlink()
+        hint = f"look at the owner and mode of {path.parent.absolute()}"
+        raise usage_error("lock_unwritable", f"cannot write {path}: {error.strerror}", hint) from error
 
 
 def find_disagreements(lock: Lock, recipe: Recipe, settings: Settings) -> list[SparkserveError]:

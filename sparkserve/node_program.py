@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import fcntl
 import glob
 import hashlib
 import http.client
@@ -32,7 +33,6 @@ from typing import Any
 Request = dict[str, Any]
 CHUNK = 8 * 1024 * 1024
 _output = threading.Lock()
-_memory = threading.Lock()
 
 
 def send(message: dict[str, Any]) -> None:
@@ -211,21 +211,20 @@ class Remembered:
                 found = json.load(store)
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return {path: row for path, row in found.items() if isinstance(row, dict)} if isinstance(found, dict) else {}
 
     def get(self, store: dict[str, Any], path: str, found: os.stat_result, algorithm: str) -> str | None:
         """Give the hash of a file that has not changed since it was hashed."""
-        known = store.get(path)
-        if not isinstance(known, dict) or (known.get("is"), known.get("by")) != (identity(found), algorithm):
-            return None
-        return known.get("digest")
+        known = store.get(path, {})
+        return known.get("digest") if (known.get("is"), known.get("by")) == (identity(found), algorithm) else None
 
-    def add(self, path: str, found: os.stat_result, algorithm: str, digest: str) -> None:
-        """Remember one hash."""
-        with _memory:
+    def add(self, path: str, found: os.stat_result, algorithm: str, digest: str, **more: bool) -> None:
+        """Remember one hash, and `own` for what is of our making; other threads and other programs wait."""
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        with open(f"{self.path}.lock", "w") as alone:
+            fcntl.flock(alone, fcntl.LOCK_EX)
             store = self.load()
-            store[path] = {"is": identity(found), "by": algorithm, "digest": digest}
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            store[path] = {**store.get(path, {}), "is": identity(found), "by": algorithm, "digest": digest, **more}
             beside = f"{self.path}.{os.getpid()}"
             with open(beside, "w") as new:
                 json.dump(store, new)
@@ -244,7 +243,9 @@ def file_state(path: str) -> tuple[str, os.stat_result | None]:
         return "unreadable", None
     if stat.S_ISLNK(found.st_mode):
         return "link", found
-    return ("file" if stat.S_ISREG(found.st_mode) else "other"), found
+    if not stat.S_ISREG(found.st_mode):
+        return "other", found
+    return ("file" if os.access(path, os.R_OK) else "unreadable"), found
 
 
 def look(request: Request) -> dict[str, Any]:
@@ -289,8 +290,7 @@ def hash_file(path: str, algorithm: str, tell: Callable[[int], None]) -> tuple[o
 def hash_files(request: Request, tell: Callable[[dict[str, int]], None]) -> dict[str, Any]:
     """Hash files side by side, largest first; answers path to `{"kind", "size", "digest"}`."""
     memory = Remembered(request["store"])
-    done = [0]
-    told = [0.0]
+    done, told = [0], [0.0]
     counting = threading.Lock()
     if request.get("gentle"):
         os.nice(19)
@@ -330,35 +330,35 @@ def make_directories(request: Request) -> dict[str, Any]:
     return {}
 
 
-def settle(request: Request) -> dict[str, Any]:
-    """Give a finished partial file its name: durable first, then visible; the hash must have been right before."""
-    source, target = request["source"], request["target"]
-    descriptor = os.open(source, os.O_RDONLY)
+def flush(path: str) -> None:
+    """Write a file or the entries of a directory out, and drop its pages."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
+
+
+def settle(request: Request) -> dict[str, Any]:
+    """Give a finished partial file its name: durable first, then visible; the hash must have been right before."""
+    source, target = request["source"], request["target"]
+    flush(source)
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(target):
         os.unlink(target)
     os.replace(source, target)
-    folder = os.open(os.path.dirname(target), os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    flush(os.path.dirname(target))
     found = os.lstat(target)
     if request.get("digest"):
-        Remembered(request["store"]).add(target, found, request["algorithm"], request["digest"])
+        Remembered(request["store"]).add(target, found, request["algorithm"], request["digest"], own=True)
     return {"size": found.st_size}
 
 
 def remove(request: Request) -> dict[str, Any]:
     """Remove files that are ours; an absent one is fine."""
     for path in request["paths"]:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        pathlib.Path(path).unlink(missing_ok=True)
     return {}
 
 

@@ -74,12 +74,15 @@ class Output:
         """Give the result: renderables for a person, one object for a program."""
         if self.mode is Mode.JSON:
             _print_json(command, "ok" if exit_code == 0 else "failed", exit_code, to_plain(data), [])
-        elif self.mode is Mode.HUMAN:
-            for item in shown:
-                if isinstance(item, str):
-                    print(item, flush=True)
-                else:
-                    self._console(stderr=False).print(item)
+        self.show(*shown)
+
+    def show(self, *shown: RenderableType | str) -> None:
+        """Show something to a person, and only to one."""
+        for item in shown if self.mode is Mode.HUMAN else ():
+            if isinstance(item, str):
+                print(item, flush=True)
+            else:
+                self._console(stderr=False).print(item)
 
     def lines(self, command: str, items: Iterable[Any], show: Callable[[Any], str]) -> None:
         """Give a result that comes line by line; `--json` gathers it into the one object."""
@@ -123,6 +126,26 @@ class Output:
         import getpass
 
         return getpass.getpass(f"{question}: ", stream=sys.stderr)
+
+
+def open_closed_streams() -> None:
+    """Open what the caller closed (`>&-`), lest the next file that is opened be taken for it."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - lives as long as we do
+
+
+def end_streams() -> bool:
+    """Say whether all of the result was taken; what was not is let go, or Python's own last flush fails once more."""
+    taken = []
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            taken.append(False)
+    return all(taken)
 
 
 def to_plain(data: Any) -> Any:  # noqa: ANN401 - anything that a result holds, to anything that JSON holds

@@ -7,12 +7,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from sparkserve.errors import Failures, SparkserveError
+from sparkserve.errors import Failures, SparkserveError, flatten
 
-# How many changes of one kind run side by side; the rest share the default.
+# How many changes of one kind run side by side on one node; the rest share the default.
 DEFAULT_WIDTHS: Mapping[str, int] = {"download": 4, "copy": 3, "hash": 2, "image": 1, "sudo": 1}
 _DEFAULT_WIDTH = 4
 # After this many failures of one kind the rest of that kind is not tried: forty times the same answer helps nobody.
@@ -107,10 +107,19 @@ class ApplyReport:
     not_reached: list[Change] = field(default_factory=list)
 
     def raise_failures(self) -> None:
-        """Raise what failed, one error per distinct cause."""
-        distinct = {(error.code, error.node, error.message): error for _, error in self.failed}
-        if distinct:
-            raise Failures(list(distinct.values()))
+        """Raise what failed: one error for each kind and node, with all that met the same in its details."""
+        kinds: dict[tuple[str, str, str], list[SparkserveError]] = {}
+        for error in (single for _, failed in self.failed for single in flatten(failed)):
+            kinds.setdefault((error.code, error.node, error.hint), []).append(error)
+        if kinds:
+            raise Failures([_join(same) for same in kinds.values()])
+
+
+def _join(same: list[SparkserveError]) -> SparkserveError:
+    """Make one error of several that differ in their messages at most."""
+    first, *others = {error.message: error for error in same}.values()
+    details = [first.details, *(error.message for error in others)]
+    return replace(first, details="\n".join(filter(None, details)))
 
 
 class Reporter(Protocol):
@@ -137,6 +146,10 @@ class Reporter(Protocol):
         ...
 
 
+def _lane_of(change: Change) -> tuple[str, str]:
+    return change.node, change.lane
+
+
 class _Run:
     """One application of a plan: a thread per running change, all state under one condition."""
 
@@ -147,7 +160,7 @@ class _Run:
         self.threads: list[threading.Thread] = []
         self.done: set[str] = set()
         self.broken: set[str] = set()
-        self.lane_failures: Counter[str] = Counter()
+        self.lane_failures: Counter[tuple[str, str]] = Counter()
         self.bugs: list[BaseException] = []
         self.report = ApplyReport()
         self.reporter = reporter
@@ -156,9 +169,9 @@ class _Run:
         self.cancelled = threading.Event()
 
     def next_ready(self) -> Change | None:
-        busy = Counter(change.lane for change in self.running.values())
+        busy = Counter(_lane_of(change) for change in self.running.values())
         for change in self.waiting:
-            free = busy[change.lane] < self.widths.get(change.lane, _DEFAULT_WIDTH)
+            free = busy[_lane_of(change)] < self.widths.get(change.lane, _DEFAULT_WIDTH)
             if free and all(need in self.done or need not in self.planned for need in change.needs):
                 return change
         return None
@@ -170,7 +183,7 @@ class _Run:
                 change
                 for change in self.waiting
                 if self.cancelled.is_set()
-                or (change.lane and self.lane_failures[change.lane] >= _LANE_PATIENCE)
+                or (change.lane and self.lane_failures[_lane_of(change)] >= _LANE_PATIENCE)
                 or any(need in self.broken for need in change.needs)
             ]
             if not hopeless:
@@ -203,7 +216,7 @@ class _Run:
 
     def _fail(self, change: Change, error: SparkserveError) -> None:
         self.report.failed.append((change, error))
-        self.lane_failures[change.lane] += 1
+        self.lane_failures[_lane_of(change)] += 1
         self.reporter.failed(change, error)
 
     def _end(self, change: Change, tell: Callable[[], None], *, works: bool) -> None:

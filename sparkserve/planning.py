@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import SecretStr
 
-from sparkserve import chat_template, checks, derive, engine, image, link, sync, system, tuning, weights
+from sparkserve import adoption, chat_template, checks, derive, engine, image, link, sync, system, tuning, weights
 from sparkserve.blueprint import build_specs
 from sparkserve.cluster import Deployment, Node, Role
 from sparkserve.container import ContainerSpec, check_resolved
 from sparkserve.endpoint import open_endpoint
 from sparkserve.engine_watch import Launch
+from sparkserve.errors import Failures
 from sparkserve.parameters import decide_ports
-from sparkserve.plan import Change
+from sparkserve.plan import ApplyReport, Change
 from sparkserve.recipe import PLACEHOLDER, render
 from sparkserve.settings import read_secret
 from sparkserve.status import serving_of
@@ -44,32 +45,73 @@ def plan_preparation(deployment: Deployment) -> list[Change]:
     ]
 
 
+def look_for_weights(
+    deployment: Deployment, words: Collection[str], warn: Callable[[str], None], *, only_assume: bool = False
+) -> list[Change]:
+    """Plan the proof of weights that are found in folders; or only assume, for this run, that they are right."""
+    if not words:
+        return []
+    found = adoption.find(deployment, adoption.parse_folders(words, Path.cwd()))
+    facts = deployment.cluster.on_both(lambda node: weights.gather(node, deployment.lock))
+    for role, search in found.items():
+        for problem in search.problems:
+            warn(f"{role}: cannot look into {problem}")
+    changes = adoption.plan(deployment, facts, found)
+    if not changes:
+        warn(f"nothing in {', '.join(words)} has the name and size of a file that is still wanted")
+    if only_assume:
+        adoption.assume(deployment, facts, found)
+    return changes
+
+
+def tidy_weights(deployment: Deployment, report: ApplyReport) -> None:
+    """Leave no empty directories of partials where weights were written."""
+    if any(item.change.step in ("download", "sync") for item in report.applied):
+        deployment.cluster.on_both(lambda node: weights.tidy(node, deployment.lock))
+
+
 def plan_tuning(deployment: Deployment) -> list[Change]:
     """Plan the host memory settings."""
     sysctls = deployment.recipe.tuning.sysctl
     return tuning.plan(deployment, deployment.cluster.on_both(lambda node: tuning.gather(node, sysctls)))
 
 
-def plan_start(deployment: Deployment, runs_dir: Path, earlier: Iterable[Change]) -> tuple[list[Change], Links]:
+@dataclass(frozen=True)
+class Starting:
+    """A planned start: its changes, the cable as it was seen, and the run that it replaces (empty where none runs)."""
+
+    changes: list[Change]
+    links: Links
+    launch: Launch
+    replaces: str = ""
+
+
+def plan_start(deployment: Deployment, runs_dir: Path, earlier: Iterable[Change]) -> Starting:
     """Plan the start of both ranks, which needs every earlier change."""
     links = deployment.cluster.on_both(link.gather)
+    specs = build_specs(deployment, links)
+    status = look(ask_status(deployment, specs, runs_dir.parent))
+    if status.unseen:
+        raise Failures(list(status.unseen.values()))
     launch = Launch(
-        specs=build_specs(deployment, links),
+        specs=specs,
         run=engine.new_run(),
         endpoint=open_endpoint(deployment.settings, deployment.recipe),
         runs_dir=runs_dir,
         first_start=not all(deployment.cluster.on_both(lambda node: is_warm(deployment, node)).values()),
+        serving=serving_of(status.verdict),
         needs=tuple(change.key for change in earlier),
         secrets=secrets_of(deployment),
+        kernels={role: facts.kernel for role, facts in status.facts.items()},
     )
-    question = ask_status(deployment, launch.specs, runs_dir.parent)
-    launch = replace(launch, serving=serving_of(look(question).verdict))
-    tag = image.tag_of(deployment.recipe, deployment.lock)
-    facts = deployment.cluster.on_both(lambda node: engine.gather(node, tag))
-    changes = engine.plan(deployment, facts, launch)
+    changes = engine.plan(deployment, status.facts, launch)
     for spec in launch.specs.values() if changes else ():
         check_resolved(spec)
-    return changes, links
+    runs = {one.run for facts in status.facts.values() for one in facts.containers if one.is_running}
+    running = runs.pop() if len(runs) == 1 else ""
+    if all(change.resource == "ready" for change in changes):
+        launch = replace(launch, run=running)
+    return Starting(changes, links, launch, running)
 
 
 def ask_status(deployment: Deployment, specs: Mapping[Role, ContainerSpec], state: Path) -> Question:
@@ -93,7 +135,7 @@ def is_warm(deployment: Deployment, node: Node) -> bool:
     return bool(node.session.ask("facts", globs=[pattern])["globs"][pattern]) and not PLACEHOLDER.search(pattern)
 
 
-def preflight(deployment: Deployment, changes: Sequence[Change], links: Links | None) -> list[checks.Check]:
+def preflight(deployment: Deployment, changes: Sequence[Change], start: Starting | None) -> list[checks.Check]:
     """Check all that the planned changes need, with every failure found at once."""
     ports = decide_ports(deployment.settings, deployment.recipe)
     both = {"api": ports.api, "master": ports.master}
@@ -104,13 +146,16 @@ def preflight(deployment: Deployment, changes: Sequence[Change], links: Links | 
     for node in rooted:
         found.append(checks.check_sudo(facts[node.role], node.role, have_password=node.host.sudo_password is not None))
     starts = [change for change in changes if change.step == "start"]
-    if starts and links is not None:
+    if starts and start is not None:
         rdma = "/dev/infiniband" in deployment.recipe.container.devices
-        found += checks.check_link(deployment.settings, links, rdma=rdma)
+        found += checks.check_link(deployment.settings, start.links, rdma=rdma)
         created = [change for change in starts if change.resource != "ready"]
         if created and all("absent" in change.before for change in created):
             found += checks.check_ports(both, facts)
             found += checks.check_memory(deployment.recipe, facts)
+        if created:
+            specs = start.launch.specs
+            found += checks.check_sources(deployment.cluster.on_both(lambda node: engine.look_at_sources(node, specs)))
     return found
 
 
@@ -120,15 +165,21 @@ def _is_rooted(change: Change, node: Node) -> bool:
 
 def disk_needs(deployment: Deployment, changes: Sequence[Change]) -> list[checks.DiskNeed]:
     """Add up what the planned changes will write, and what a first start writes."""
-    places = {"download": "models", "sync": "models", "derive": "cache", "build": "docker", "ship": "docker"}
-    names = {"models": "weights", "cache": "derived files", "docker": "engine image"}
+    steps = {(change.node, change.step): 0 for change in changes}
+    for change in changes:
+        steps[change.node, change.step] += change.size
+    starts = any(change.step == "start" for change in changes)
     needs = []
     for node in deployment.cluster.nodes:
-        for place, name in names.items():
-            mine = [change for change in changes if change.node == node.role and places.get(change.step) == place]
-            needs.append(checks.DiskNeed(node.role, place, sum(change.size for change in mine), name))
+        sizes = {step: size for (role, step), size in steps.items() if role == node.role}
+        if "download" in sizes or "sync" in sizes:
+            missing = weights.bytes_missing(deployment.lock, weights.gather(node, deployment.lock))
+            needs.append(checks.DiskNeed(node.role, "models", missing, "weights"))
+        needs.append(checks.DiskNeed(node.role, "cache", sizes.get("derive", 0), "derived files"))
+        # While an image is loaded, Docker holds the stream and the unpacked layers.
+        image_bytes = sizes.get("build", 0) + 2 * sizes.get("ship", 0)
+        needs.append(checks.DiskNeed(node.role, "docker", image_bytes, "engine image"))
         first = deployment.recipe.memory.first_start_disk_bytes
-        starts = any(change.step == "start" for change in changes)
         if starts and first and not is_warm(deployment, node):
             needs.append(checks.DiskNeed(node.role, "cache", first, "what the first start writes"))
     return needs

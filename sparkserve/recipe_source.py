@@ -52,12 +52,12 @@ def load_recipe(name: str) -> Recipe:
 
 def _read(directory: Path, seen: list[Path]) -> tuple[dict[str, Any], list[Path]]:
     if directory.resolve() in seen:
-        raise usage_error("recipe_invalid", f"recipe {directory} extends itself")
+        raise usage_error("recipe_invalid", f"recipe {directory} extends itself", f"look at `extends` in {directory}")
     path = directory / "recipe.toml"
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise usage_error("recipe_invalid", f"{path}: {error}") from error
+        raise usage_error("recipe_invalid", f"{path}: {error}", "docs/recipes.md explains the format") from error
     parent = table.pop("extends", None)
     if parent is None:
         return table, [directory]

@@ -91,6 +91,10 @@ class Settings(BaseModel):
     sudo_password_file: Path | None = Field(
         None, description="File (mode 0600) with the sudo password of both nodes, for runs without a terminal"
     )
+    watch_command: Words = Field(
+        (), description="Command that `watch` calls with each event, as one JSON object on its standard input"
+    )
+    restarts_per_hour: int = Field(3, ge=0, description="Restarts by `watch` within an hour before it leaves a pair down")
     hf_token: SecretStr | None = Field(None, description="Hugging Face token, sent to the hub's own host only")
     hf_endpoint: str = Field("https://huggingface.co", description="The hub, or a mirror of it")
 

@@ -82,7 +82,9 @@ def describe(lock: Lock, recipe: Recipe, settings: Settings) -> list[SourceRow]:
     """List every source of a lock for a table."""
     asked = {weights.name: weights.revision for weights in recipe.weights}
     rows = [
-        SourceRow("weights", found.repository, asked[found.name], found.commit, len(found.files), found.total_bytes)
+        SourceRow(
+            "weights", found.repository, asked.get(found.name, ""), found.commit, len(found.files), found.total_bytes
+        )
         for found in lock.weights
     ]
     if lock.chat_template and recipe.chat_template:
@@ -99,6 +101,35 @@ def describe(lock: Lock, recipe: Recipe, settings: Settings) -> list[SourceRow]:
         name, _, digest = image.base.partition("@")
         rows.append(SourceRow("base image", name, recipe.image.base_digest or recipe.image.base, digest))
     return rows
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What one source, or one file of it, was and is; empty where it was not or is not there."""
+
+    source: str
+    before: str
+    after: str
+
+
+def compare(old: Lock | None, new: Lock, recipe: Recipe, settings: Settings) -> list[Difference]:
+    """List what differs between two locks: each source's commit or digest, then its files."""
+    before = _named(old, recipe, settings) if old else {}
+    after = _named(new, recipe, settings)
+    names = dict.fromkeys([*before, *after])
+    return [
+        Difference(name, before.get(name, ""), after.get(name, ""))
+        for name in names
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _named(lock: Lock, recipe: Recipe, settings: Settings) -> dict[str, str]:
+    """Give everything that a lock pins by its name."""
+    pinned = {f"{row.kind} {row.source}": row.resolved for row in describe(lock, recipe, settings)}
+    for manifest in lock.weights:
+        pinned |= {f"{manifest.name}/{file.path}": f"{file.algorithm}:{file.digest}" for file in manifest.files}
+    return pinned
 
 
 # -- the hub ----------------------------------------------------------------------------------------------------------

@@ -43,6 +43,11 @@ class Evidence:
     phases: Mapping[Role, str] = field(default_factory=dict)
 
     @property
+    def in_flight(self) -> bool:
+        """Whether requests ran or waited at the last look."""
+        return bool(self.samples) and self.samples[-1].in_flight
+
+    @property
     def moved(self) -> bool:
         """Whether a counter moved between the first and the last look."""
         return len(self.samples) > 1 and self.samples[0].moving != self.samples[-1].moving
@@ -63,6 +68,7 @@ class Expected:
     """What a good pair looks like; a digest that is not known is not compared."""
 
     digests: Mapping[Role, str] = field(default_factory=dict)
+    recipe: str = ""
     stalled_seconds: float = 120.0
     start_seconds: float = 3600.0
 
@@ -123,7 +129,9 @@ def _lacks(container: ContainerFacts, rank: int, role: Role, expected: Expected)
     wanted = expected.digests.get(role)
     lacks = [] if container.rank == rank else [f"the {role} runs rank {container.rank}, not rank {rank}"]
     lacks += [] if container.is_alive else [f"{where}: {container.describe()}"]
-    if wanted and container.spec != wanted:
+    if wanted and expected.recipe not in ("", container.recipe):
+        lacks.append(f"{where} serves recipe {container.recipe or 'unknown'}, not {expected.recipe}")
+    elif wanted and container.spec != wanted:
         lacks.append(f"{where} runs another spec ({container.spec[7:19]}) than wanted ({wanted[7:19]})")
     return lacks
 
@@ -143,11 +151,12 @@ def _judge_answers(evidence: Evidence, expected: Expected, up_seconds: float) ->
         return Verdict("stalled", ("HTTP is open and gives no answer", *evidence.problems))
     if evidence.probe == "timeout":
         return _judge_no_token(evidence)
-    if evidence.probe == "not asked":
+    if evidence.probe == "not asked" and evidence.in_flight:
         return _judge_busy(evidence, expected)
     if evidence.probe == "failed" or evidence.problems:
         return Verdict("degraded", evidence.problems)
-    return Verdict("running", ("idle; a one-token completion was answered",))
+    how = "a one-token completion was answered" if evidence.probe == "answered" else "HTTP answers"
+    return Verdict("running", (f"idle; {how}",))
 
 
 def _judge_loading(evidence: Evidence, expected: Expected, up_seconds: float) -> Verdict:

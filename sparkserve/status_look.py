@@ -7,14 +7,13 @@ container with the same counters and requests in flight counts from there. Any m
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sparkserve import state_file
 from sparkserve.cluster import ROLES, Cluster, Node, Role
 from sparkserve.endpoint import Endpoint
 from sparkserve.engine_facts import Facts, gather
@@ -31,7 +30,10 @@ _PROBE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Question:
-    """What to look at; `patience` is how long one look waits for a counter to move, in seconds."""
+    """What to look at; `patience` is how long one look waits for a counter to move, in seconds.
+
+    Without `ask_token` an idle engine is not asked for one: whoever looks every second asks now and then only.
+    """
 
     cluster: Cluster
     recipe: Recipe
@@ -39,13 +41,14 @@ class Question:
     movement_file: Path
     wanted: Mapping[Role, str] = field(default_factory=dict)
     patience: float = 6.0
+    ask_token: bool = True
 
     @property
     def expected(self) -> Expected:
         """What a good pair looks like by the recipe."""
         counters = self.recipe.counters
         stalled = counters.stalled_seconds if counters else 120
-        return Expected(self.wanted, stalled, self.recipe.readiness.first_seconds)
+        return Expected(self.wanted, self.recipe.name, stalled, self.recipe.readiness.first_seconds)
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Status:
             "uptime_seconds": uptime(self.facts),
             "requests_running": last.running if last else None,
             "requests_waiting": last.waiting if last else None,
-            "tokens_per_second": self.evidence.tokens_per_second if last and last.in_flight else None,
+            "tokens_per_second": self.evidence.tokens_per_second if self.evidence.in_flight else None,
             "phases": dict(self.evidence.phases),
             "nodes": {role: _node_data(self.facts[role], ROLES.index(role)) for role in ROLES if role in self.facts},
         }
@@ -178,6 +181,8 @@ def _read_counters(endpoint: Endpoint, counters: Counters) -> Sample:
 
 def _probe(question: Question, evidence: Evidence) -> Evidence:
     """Ask an idle engine for one token; when that takes too long, look whether others keep it busy by now."""
+    if not question.ask_token:
+        return evidence
     try:
         question.endpoint.one_token(_PROBE_SECONDS)
     except EndpointError as error:
@@ -212,19 +217,8 @@ def _remember(path: Path, container: str, samples: tuple[Sample, ...]) -> float:
     """Give for how many seconds this container's counters have not moved with requests in flight."""
     now, moving = time.time(), dict(samples[-1].moving)
     here = samples[-1].moment - samples[0].moment
-    known = _recall(path)
+    known = state_file.read(path)
     if known.get("container") == container and known.get("moving") == moving:
         return max(now - float(known["since"]), here)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps({"container": container, "moving": moving, "since": now - here}), encoding="utf-8")
-    beside.replace(path)
+    state_file.write(path, {"container": container, "moving": moving, "since": now - here})
     return here
-
-
-def _recall(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # no file, or half of one: the count begins anew
-        return {}
-    return found

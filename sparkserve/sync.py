@@ -15,7 +15,7 @@ def plan(deployment: Deployment, facts: Mapping[Role, Facts]) -> list[Change]:
     """Plan what makes the worker's files whole; each waits only for its own file on the head."""
     changes = []
     for item in list_items(deployment.lock):
-        need = find_need(item, facts["worker"])
+        need = find_need(item, facts["worker"], deployment.cluster.worker)
         if need is None:
             continue
         job = _WorkerFile(deployment, item, only_needs_proof(item, facts["worker"]))

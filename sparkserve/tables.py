@@ -50,21 +50,10 @@ def config_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def lock_table(found: Locked) -> Table:
     """Show what each source resolved to."""
-    table = make_table("source", "resolved to", "files", "size")
-    for manifest in found.lock.weights:
-        size = show_size(manifest.total_bytes)
-        table.add_row(manifest.repository, manifest.commit, str(len(manifest.files)), size)
-    template = found.lock.chat_template
-    if template is not None:
-        table.add_row(
-            f"{template.repository} {template.file.path}", template.commit, "1", show_size(template.file.size)
-        )
-    image = found.lock.image
-    if image.engine_repository:
-        table.add_row(image.engine_repository, image.engine_commit, "", "")
-    if image.base or image.reference:
-        name, _, digest = (image.base or image.reference).partition("@")
-        table.add_row(name, digest, "", "")
+    table = make_table("source", "asked for", "resolved to", "files", "size")
+    for row in found.rows:
+        size = show_size(row.size) if row.size else ""
+        table.add_row(Text(row.source), row.asked, row.resolved, str(row.files or ""), size)
     table.caption = f"written to {found.path}" if found.written else "nothing was written"
     return table
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from sparkserve.cluster import Deployment, Node, Role
+from sparkserve.cluster import ROLES, Deployment, Node, Role
 from sparkserve.download import download
 from sparkserve.errors import SparkserveError
 from sparkserve.hub_file import Hub, HubFile
@@ -18,17 +18,19 @@ from sparkserve.inventory import (
     bytes_missing,
     find_need,
     gather,
+    hash_files,
     list_items,
     only_needs_proof,
     prove,
     settle,
+    tidy,
 )
-from sparkserve.manifest import FileFacts, find_problem, is_proved
+from sparkserve.manifest import ManifestFile, is_proved
 from sparkserve.node_copy import Copy, copy
 from sparkserve.partial import JOURNAL_SUFFIX
-from sparkserve.plan import Change, Work
+from sparkserve.plan import ApplyReport, Change, Plan, Work
 
-__all__ = ["Facts", "Finding", "Verification", "bytes_missing", "gather", "plan", "verify"]
+__all__ = ["Facts", "Finding", "Verification", "bytes_missing", "gather", "plan", "tidy", "verify"]
 
 
 def plan(deployment: Deployment, facts: Mapping[Role, Facts]) -> list[Change]:
@@ -36,7 +38,7 @@ def plan(deployment: Deployment, facts: Mapping[Role, Facts]) -> list[Change]:
     hub = Hub(deployment.settings)
     changes = []
     for item in list_items(deployment.lock):
-        need = find_need(item, facts["head"])
+        need = find_need(item, facts["head"], deployment.cluster.head)
         if need is None:
             continue
         hash_first = only_needs_proof(item, facts["head"])
@@ -93,6 +95,7 @@ class Finding:
     node: Role
     path: str
     problem: str
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,85 +105,78 @@ class Verification:
     findings: tuple[Finding, ...]
     files: int
     hashed: int
+    repaired: tuple[Finding, ...] = ()
+
+    @property
+    def wrong(self) -> tuple[Finding, ...]:
+        """What keeps the weights from being whole; files beside them do not."""
+        return tuple(finding for finding in self.findings if finding.problem != "extra")
 
     @property
     def holds(self) -> bool:
         """Whether every wanted file is proved on both nodes."""
-        return all(finding.problem == "extra" for finding in self.findings)
+        return not self.wrong
 
 
 def verify(
     deployment: Deployment,
+    carry_out: Callable[[Plan], ApplyReport],
     *,
     full: bool = False,
-    gentle: bool = False,
-    on_progress: Callable[[Role, int, int], None] = lambda _role, _done, _total: None,
+    gentle: Collection[Role] = (),
 ) -> Verification:
     """Prove every wanted file on both nodes side by side; `full` reads also what was proved before."""
-    lock = deployment.lock
-    hashed: dict[Role, int] = {}
-    telling = threading.Lock()
-
-    def look(node: Node) -> list[Finding]:
-        facts = gather(node, lock)
-        items = [item for item in list_items(lock) if only_needs_proof(item, facts)]
-        items = [item for item in items if full or facts.of(item).digest is None]
-        total = hashed[node.role] = sum(item.file.size for item in items)
-
-        def tell(progress: dict[str, int]) -> None:
-            with telling:
-                on_progress(node.role, progress["bytes"], total)
-
-        files = {**facts.files, **_hash(node, items, gentle=gentle, tell=tell)}
-        return _findings(node, deployment, Facts(files, facts.partial_bytes))
-
-    found = deployment.cluster.on_both(look)
-    rows = tuple(finding for role in ("head", "worker") for finding in found[role])
-    return Verification(rows, len(list_items(lock)), sum(hashed.values()))
+    look = partial(gather, lock=deployment.lock)
+    facts = deployment.cluster.on_both(look)
+    reading = Plan(tuple(_plan_hashing(deployment, facts, gentle, full=full)))
+    carry_out(reading).raise_failures()
+    if not reading.is_empty:
+        facts = deployment.cluster.on_both(look)
+    found = deployment.cluster.on_both(lambda node: _findings(node, deployment, facts[node.role]))
+    rows = tuple(finding for role in ROLES for finding in found[role])
+    return Verification(rows, len(list_items(deployment.lock)), sum(change.size for change in reading.changes))
 
 
-def _hash(
-    node: Node, items: list[Item], *, gentle: bool, tell: Callable[[dict[str, int]], None]
-) -> dict[str, FileFacts]:
-    paths = {item.name: node.place(item.manifest, item.file) for item in items}
-    wanted = [{"path": paths[item.name], "algorithm": item.file.algorithm, "size": item.file.size} for item in items]
-    if not wanted:
-        return {}
-    rows = node.session.ask("hash", store=node.proofs_file, files=wanted, gentle=gentle, on_progress=tell)
-    return {
-        name: FileFacts(row["kind"], row["size"], row["digest"])
-        for name, row in ((n, rows[p]) for n, p in paths.items())
-    }
+def _plan_hashing(
+    deployment: Deployment, facts: Mapping[Role, Facts], gentle: Collection[Role], *, full: bool
+) -> Iterator[Change]:
+    """Plan one request a node, which reads its files side by side."""
+    for node in deployment.cluster.nodes:
+        items = [item for item in list_items(deployment.lock) if only_needs_proof(item, facts[node.role])]
+        items = [item for item in items if full or facts[node.role].of(item).digest is None]
+        if items:
+            files = {node.place(item.manifest, item.file): item.file for item in items}
+            action = partial(_hash, node, files, gentle=node.role in gentle)
+            size = sum(item.file.size for item in items)
+            yield Change(node.role, "verify", f"{len(items)} files", "not proved", "read", action, size=size)
+
+
+def _hash(node: Node, files: Mapping[str, ManifestFile], work: Work, *, gentle: bool) -> str:
+    total = sum(file.size for file in files.values())
+
+    def tell(done: int) -> None:
+        work.check()
+        work.progress(done, total)
+
+    hash_files(node, files, tell, gentle=gentle)
+    return f"{len(files)} files read"
 
 
 def _findings(node: Node, deployment: Deployment, facts: Facts) -> list[Finding]:
     items = list_items(deployment.lock)
-    problems = [(item.name, find_problem(item.file, facts.of(item))) for item in items]
-    wrong = [Finding(node.role, name, problem) for name, problem in problems if problem]
+    needs = [(item, find_need(item, facts, node)) for item in items]
+    wrong = [Finding(node.role, item.name, need, node.place(item.manifest, item.file)) for item, need in needs if need]
     known = {item.name for item in items}
-    extra = [Finding(node.role, name, "extra") for name in _list_files(node, deployment) if name not in known]
-    return wrong + extra
+    extra = [name for name in _list_files(node, deployment) if name not in known]
+    return wrong + [Finding(node.role, name, "extra", f"{node.models_dir}/{name}") for name in extra]
 
 
 def _list_files(node: Node, deployment: Deployment) -> list[str]:
     """List what lies in the directories of the wanted commits, our own hidden partials apart."""
     names: list[str] = []
     directories = sorted({manifest.directory for manifest in deployment.lock.weights})
-    commands = {
-        directory: [
-            "find",
-            f"{node.models_dir}/{directory}",
-            "-name",
-            PARTIALS,
-            "-prune",
-            "-o",
-            "-not",
-            "-type",
-            "d",
-            "-print0",
-        ]
-        for directory in directories
-    }
+    words = ["-name", PARTIALS, "-prune", "-o", "-not", "-type", "d", "-print0"]
+    commands = {directory: ["find", f"{node.models_dir}/{directory}", *words] for directory in directories}
     answers = node.session.ask("facts", commands=commands)["commands"]
     for directory in directories:
         paths = (answers[directory] or {"out": ""})["out"].split("\0")

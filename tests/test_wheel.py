@@ -73,7 +73,7 @@ def test_version_and_help(installation: Path, tmp_path: Path) -> None:
 
 
 def test_the_shipped_recipes_are_found(installation: Path, tmp_path: Path) -> None:
-    shipped = {path.parent.name for path in (ROOT / "templates/recipes").glob("*/recipe.toml")}
+    shipped = {path.parent.name for path in (ROOT / "templates/recipes").glob("[!_]*/recipe.toml")}
     assert "tensorfold-1017" in shipped
     result = json.loads(run(installation, "sparkserve", "recipes", "--json", folder=tmp_path))
     assert {row["name"] for row in result["data"]["recipes"]} == shipped

@@ -126,7 +126,8 @@ def problem(recipe: Recipe, root: Path, files: list[Tensors], spoil: Callable[[b
     with pytest.raises(SparkserveError) as caught:
         carry_out(deployment)
     errors = flatten(caught.value)
-    assert sorted((error.code, error.node) for error in errors) == [("derive_failed", "head"), ("derive_failed", "worker")]
+    assert {error.code for error in errors} == {"derive_failed"}
+    assert sorted(error.node for error in errors) == ["head", "worker"]
     assert not list(root.rglob("cache/**/*overrides*"))
     for node in deployment.cluster.nodes:
         node.close()

@@ -257,8 +257,8 @@ def test_a_known_failure_of_the_log_ends_the_wait_with_cause_and_advice(scene: S
     error = scene.fail()
     assert (error.code, error.node) == ("engine_failed", "head")
     assert "cause: the engine found no Engram tables" in error.details
-    assert error.hint.startswith("sparkserve weights verify")
-    assert "sparkserve logs --run run-2" in error.hint
+    assert error.hint.startswith("sparkserve download proves")
+    assert "sparkserve logs" in error.hint
     assert scene.head.containers == scene.worker.containers == []
 
 

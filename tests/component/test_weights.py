@@ -82,6 +82,8 @@ def test_download_and_sync_end_proved_on_both_nodes(stage: Pair) -> None:
     assert all("sha" in applied.proof for applied in report.applied)
     for role in ROLES:
         assert list((stage.path(role, PARTIALS)).iterdir()) == []
+        weights.tidy(stage.node(role), stage.deployment.lock)
+        assert not stage.path(role, PARTIALS).exists()
 
 
 def test_a_file_goes_to_the_worker_while_others_still_come(stage: Pair, hub: Hub) -> None:
@@ -93,8 +95,8 @@ def test_a_file_goes_to_the_worker_while_others_still_come(stage: Pair, hub: Hub
 
 def test_what_is_proved_is_not_read_again(stage: Pair) -> None:
     succeed(stage)
-    assert weights.verify(stage.deployment) == weights.Verification((), len(SIZES) + 1, 0)
-    full = weights.verify(stage.deployment, full=True)
+    assert stage.verify() == weights.Verification((), len(SIZES) + 1, 0)
+    full = stage.verify(full=True)
     assert (full.findings, full.hashed) == ((), 2 * stage.manifest.total_bytes)
 
 
@@ -109,7 +111,7 @@ def test_right_files_of_unknown_hash_are_proved_in_place(stage: Pair, hub: Hub) 
 
 def test_the_head_fetches_from_the_worker_what_that_one_holds_proved(stage: Pair, hub: Hub) -> None:
     stage.fill("worker")
-    weights.verify(stage.deployment)
+    stage.verify()
     assert {change.lane for change in stage.changes()} == {"copy"}
     succeed(stage)
     assert hub.log() == []
@@ -117,7 +119,7 @@ def test_the_head_fetches_from_the_worker_what_that_one_holds_proved(stage: Pair
 
 def test_a_file_of_the_worker_that_rots_meanwhile_comes_from_the_hub(stage: Pair, hub: Hub) -> None:
     stage.fill("worker")
-    weights.verify(stage.deployment)
+    stage.verify()
     changes = [change for change in stage.changes() if change.resource == f"model/{LARGE}"]
     with stage.path("worker", LARGE).open("r+b") as file:
         file.write(b"rot")
@@ -145,7 +147,7 @@ def test_a_flipped_byte_is_seen_and_healed_also_with_its_time_put_back(stage: Pa
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     (row,) = summary(stage)
     assert row == (role, "download" if role == "head" else "sync", f"model/{LARGE}", "not proved")
-    (finding,) = weights.verify(stage.deployment).findings
+    (finding,) = stage.verify().findings
     assert (finding.node, finding.problem) == (role, "wrong content")
     assert finding.path.endswith(LARGE)
     succeed(stage)
@@ -165,7 +167,7 @@ def test_truncated_missing_linked_and_replaced_files(stage: Pair, role: Role, tm
     before = {row[2].removeprefix("model/"): row[3] for row in summary(stage)}
     expected = {LARGE: "link", "file-00002.bin": "short", SMALL: "missing", "file-00003.bin": "long"}
     assert before == expected
-    found = {Path(row.path).name: row.problem for row in weights.verify(stage.deployment).findings}
+    found = {Path(row.path).name: row.problem for row in stage.verify().findings}
     assert found == expected
     other.write_bytes(b"must stay")
     succeed(stage)
@@ -186,7 +188,7 @@ def test_extra_files_are_told_and_left_alone(stage: Pair) -> None:
     extra.parent.mkdir(parents=True)
     extra.write_bytes(b"mine")
     succeed(stage)
-    found = weights.verify(stage.deployment)
+    found = stage.verify()
     assert [(row.node, row.problem) for row in found.findings] == [("worker", "extra")]
     assert found.holds
     assert extra.read_bytes() == b"mine"
@@ -246,7 +248,7 @@ def test_an_adopted_file_that_changed_is_never_written_to(stage: Pair, tmp_path:
     adopt(stage, theirs)
     stage.apply().raise_failures()
     (theirs / LARGE).write_bytes(b"changed under us")
-    assert summary(stage) == [("head", "download", f"model/{LARGE}", "short")]
+    assert summary(stage) == [("head", "download", f"model/{LARGE}", f"short (adopted: {theirs / LARGE})")]
     stage.apply().raise_failures()
     assert stage.changes() == []
     assert (theirs / LARGE).read_bytes() == b"changed under us"

@@ -146,6 +146,10 @@ class Pair:
         """Plan and carry out."""
         return apply(Plan(tuple(self.changes())), Silent())
 
+    def verify(self, *, full: bool = False) -> weights.Verification:
+        """Prove both nodes."""
+        return weights.verify(self.deployment, lambda plan: apply(plan, Silent()), full=full)
+
     def fill(self, *roles: Role) -> None:
         """Put every right file there by hand, unproved."""
         for role in roles:

@@ -40,7 +40,8 @@ ABOVE = {
     "output": COMMANDS,
     "tables": (*COMMANDS, "*_tables"),
     "bug_report": COMMANDS,
-    "lifecycle": COMMANDS,
+    "lifecycle": (*COMMANDS, "storage"),
+    "storage": COMMANDS,
     "planning": ("lifecycle",),
     "progress": ("output", "*tables"),
 }
@@ -53,13 +54,15 @@ ROOMS = {
     "chat_template",
     "image",
     "tuning",
+    "adoption",
+    "prune",
     "engine",
     "verify",
     "sources",
     "status_look",
 }
 # What joins rooms: the stories themselves, and what can be said before any node is there.
-STORIES = {"lifecycle", "planning", "blueprint", "recipe_check"}
+STORIES = {"lifecycle", "storage", "planning", "blueprint", "recipe_check"}
 # Preflight rules read the facts of two rooms; tables show sizes as the rules do.
 ROOM_EXCEPTIONS = {("checks", "system"), ("checks", "link"), ("tables", "checks"), ("recipe_tables", "checks")}
 SLOW = {"docker", "paramiko", "httpx", "huggingface_hub", "jinja2"}

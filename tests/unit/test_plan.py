@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -106,6 +107,12 @@ def test_no_more_of_one_kind_than_its_width(width: int) -> None:
     plan = Plan(tuple(change(str(n), action=gate.count, lane="download") for n in range(8)))
     apply(plan, RecordingReporter(), {"download": width})
     assert gate.most == width
+
+
+def test_a_lane_is_as_wide_on_each_node() -> None:
+    gate = Gate(2)
+    changes = [replace(change("a", action=gate.meet, lane="one"), node=node) for node in ("head", "worker")]
+    assert len(apply(Plan(tuple(changes)), RecordingReporter(), {"one": 1}).applied) == 2
 
 
 def test_a_full_lane_does_not_hold_another() -> None:

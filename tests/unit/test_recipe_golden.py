@@ -51,7 +51,7 @@ def commands(recipe: Recipe) -> dict[Path, str]:
 
 @pytest.mark.parametrize("name", shipped_names())
 def test_the_commands_of_a_shipped_recipe_are_the_golden_ones(name: str) -> None:
-    differences = []
+    differences: list[str] = []
     for path, text in commands(load_recipe(name)).items():
         if os.environ.get("UPDATE_GOLDEN"):
             path.write_text(text, encoding="utf-8")

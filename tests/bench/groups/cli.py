@@ -23,6 +23,7 @@ def measure() -> Iterator[Figure]:
         run = partial(run_quietly, folder=Path(folder), environment=_clean_environment(folder))
         yield Figure("help_seconds", median_seconds(lambda: run([str(command), "--help"]), RUNS), "s", 0.20)
         yield Figure("config_seconds", median_seconds(lambda: run([str(command), "config"]), RUNS), "s", 0.60)
+        yield Figure("plan_seconds", median_seconds(lambda: run([str(command), "plan"]), RUNS), "s", 0.50)
         imports = median_of_pairs(
             lambda: run([sys.executable, "-c", "import sparkserve.cli"]),
             lambda: run([sys.executable, "-c", "pass"]),

@@ -1,0 +1,194 @@
+"""The supervisor's judgement: when a pair counts as broken, when it may be restarted, when to leave it down."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, SparkserveError, flatten
+from sparkserve.records import Wanted
+from sparkserve.status_look import Status
+
+Kind = Literal[
+    "running", "starting", "unknown", "stopped", "degraded", "stalled", "restarting", "restarted", "restart_failed",
+    "waiting", "gave_up", "call_failed",
+]  # fmt: skip
+BROKEN = ("stopped", "degraded", "stalled")
+_LOOK_SECONDS = 1.0
+# An idle engine is asked for a token so rarely that nobody notices.
+_TOKEN_SECONDS = 30.0
+# After a restart that could not begin, or that failed.
+_REST_SECONDS = 10.0
+_HOUR = 3600.0
+_EVENTS_KEPT = 2000
+_SECONDS = re.compile(r"\d+(\.\d+)? s\b")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that the watch saw or did, in seconds since 1970."""
+
+    at: float
+    kind: Kind
+    text: str
+
+
+class Journal:
+    """The events of all watches, in one file of JSON lines; each can call a command of the owner's."""
+
+    def __init__(self, path: Path, call: Sequence[str] = ()) -> None:
+        self.path = path
+        self._call = list(call)
+        self._called: list[subprocess.Popen[bytes]] = []
+
+    def add(self, kind: Kind, text: str) -> Event:
+        """Keep an event and tell the owner's command, which gets it as one JSON object on its standard input."""
+        event = Event(time.time(), kind, text)
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(event)) + "\n")
+        self._shorten()
+        if self._call and kind != "call_failed":
+            self._tell(event)
+        return event
+
+    def _shorten(self) -> None:
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        if len(lines) > 2 * _EVENTS_KEPT:
+            beside = self.path.with_suffix(f".{os.getpid()}")
+            beside.write_text("".join(lines[-_EVENTS_KEPT:]), encoding="utf-8")
+            beside.replace(self.path)
+
+    def _tell(self, event: Event) -> None:
+        try:
+            called = subprocess.Popen(self._call, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        except OSError as error:
+            self.add("call_failed", f"{self._call[0]}: {error.strerror}")
+            return
+        if called.stdin is None:
+            raise AssertionError("Popen was asked for a pipe")
+        with contextlib.suppress(BrokenPipeError):  # it ended without reading: its exit code tells whether that was well
+            called.stdin.write(json.dumps(asdict(event)).encode())
+            called.stdin.close()
+        self._called.append(called)
+
+    def reap(self) -> Iterator[Event]:
+        """Tell which of the owner's commands failed; one that runs on is left alone."""
+        for called in [one for one in self._called if one.poll() is not None]:
+            self._called.remove(called)
+            if called.returncode:
+                yield self.add("call_failed", f"{shlex.join(self._call)} ended with exit code {called.returncode}")
+
+    def read(self) -> list[Event]:
+        """Give all events, oldest first."""
+        try:
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return []
+        return [Event(**json.loads(line)) for line in lines if line.endswith("}")]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a watch asks and does: a look (with or without asking for a token), a restart, the owner's last word.
+
+    `busy` tells whether another command is at work on the pair.
+    """
+
+    look: Callable[[bool], Status]
+    restart: Callable[[], str]
+    wanted: Callable[[], Wanted]
+    busy: Callable[[], bool]
+    restarts_per_hour: int = 3
+
+
+class Watch:
+    """Looks again and again; gives events only when something changed or was done."""
+
+    def __init__(self, rules: Rules, journal: Journal) -> None:
+        self._rules = rules
+        self._journal = journal
+        self._told = ""
+        self._bad_looks = 0
+        self._token_at = float("-inf")
+        self._rest_until = 0.0
+        self._gave_up = False
+        self._waits = ""
+
+    def run(self) -> Iterator[Event]:
+        """Watch until somebody ends it."""
+        while True:
+            begun = time.monotonic()
+            yield from self.step()
+            # A first bad look is followed at once by a second one: no restart without fresh evidence.
+            pause = 0.0 if self._bad_looks == 1 else _LOOK_SECONDS
+            time.sleep(max(0.0, begun + pause - time.monotonic()))
+
+    def step(self) -> Iterator[Event]:
+        """Look once, tell what changed, and do what follows."""
+        yield from self._journal.reap()
+        state, reasons = self._look()
+        yield from self._tell_once(state, "; ".join(reasons))
+        self._bad_looks = self._bad_looks + 1 if state in BROKEN else 0
+        if self._bad_looks < 2 or time.monotonic() < self._rest_until:
+            return
+        wanted = self._rules.wanted()
+        if wanted.serving and not self._rules.busy():
+            yield from self._repair(wanted, "; ".join(reasons))
+
+    def _look(self) -> tuple[Kind, tuple[str, ...]]:
+        now = time.monotonic()
+        ask_token = self._bad_looks > 0 or now - self._token_at >= _TOKEN_SECONDS
+        if ask_token:
+            self._token_at = now
+        try:
+            status = self._rules.look(ask_token)
+        except SparkserveError as error:
+            return "unknown", (str(error),)
+        return status.verdict.state, status.verdict.reasons
+
+    def _tell_once(self, kind: Kind, text: str) -> Iterator[Event]:
+        """Tell a state when it begins; the reasons of a good one change all the time and say nothing new."""
+        mark = f"{kind} {_SECONDS.sub('', text)}" if kind in BROKEN else kind
+        if mark != self._told:
+            self._told = mark
+            yield self._journal.add(kind, text)
+
+    def _repair(self, wanted: Wanted, why: str) -> Iterator[Event]:
+        since = max(time.time() - _HOUR, wanted.since)
+        done = [one for one in self._journal.read() if one.kind in ("restarted", "restart_failed") and one.at > since]
+        if len(done) >= self._rules.restarts_per_hour:
+            text = f"{len(done)} restarts within an hour did not help: {why}; it stays down until `sparkserve start`"
+            if not self._gave_up:
+                self._gave_up = True
+                yield self._journal.add("gave_up", text)
+            return
+        self._gave_up = False
+        if not self._waits:
+            yield self._journal.add("restarting", why)
+        self._rest_until = time.monotonic() + _REST_SECONDS
+        try:
+            proof = self._rules.restart()
+        except SparkserveError as error:
+            if error.exit_code not in (EXIT_NOT_READY, EXIT_COULD_NOT_LOOK):
+                self._waits = ""
+                yield self._journal.add("restart_failed", _words(error))
+            elif self._waits != _words(error):  # nothing was started: a link or an engine may come up yet
+                self._waits = _words(error)
+                yield self._journal.add("waiting", self._waits)
+            return
+        self._bad_looks, self._told, self._waits = 0, "", ""
+        yield self._journal.add("restarted", proof)
+
+
+def _words(error: SparkserveError) -> str:
+    return "; ".join(dict.fromkeys(str(one) for one in flatten(error)))

@@ -1,0 +1,125 @@
+"""A recipe by git address and commit: shown before it is trusted, and confined to its own files."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sparkserve import cli, recipe_git
+from sparkserve.errors import SparkserveError
+from sparkserve.lifecycle import find_recipe
+
+RECIPE = 'schema = 1\nextends = "smoke"\nname = "theirs"\n'
+
+
+def git(*words: str, directory: Path) -> str:
+    argv = ["git", "-c", "user.name=n", "-c", "user.email=e@x", "-c", "init.defaultBranch=main", *words]
+    return subprocess.run(argv, cwd=directory, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return {"XDG_STATE_HOME": str(tmp_path / "state")}
+
+
+def publish(root: Path, toml: str = RECIPE, **links: str) -> str:
+    """Make a repository with one recipe in it; give the recipe's address."""
+    source = root / "repository"
+    folder = source / "recipes" / "theirs"
+    folder.mkdir(parents=True)
+    (folder / "recipe.toml").write_text(toml)
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    git("init", "--quiet", directory=source)
+    git("add", ".", directory=source)
+    git("commit", "--quiet", "-m", "x", directory=source)
+    return f"git+file://{source}@{git('rev-parse', 'HEAD', directory=source)}#recipes/theirs"
+
+
+def test_it_is_shown_asked_for_and_then_remembered(
+    tmp_path: Path, environment: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = publish(tmp_path)
+    with pytest.raises(SparkserveError) as caught:
+        find_recipe(address, environment)
+    assert (caught.value.code, caught.value.hint) == ("recipe_untrusted", f"sparkserve recipes add {address}")
+    assert cli._run(["recipes", "add", address]) == 2, "nobody there to answer"
+    assert "--yes" in capsys.readouterr().err
+    with pytest.raises(SparkserveError):
+        find_recipe(address, environment)
+    assert cli._run(["recipes", "add", address, "--yes"]) == 0
+    assert "theirs: Qwen3-4B" in capsys.readouterr().out
+    (tmp_path / "repository").rename(tmp_path / "gone")
+    assert find_recipe(address, environment).name == "theirs", "from now on no network is needed"
+    assert cli._run(["plan", "--recipe", address]) == 0
+    assert "# recipe theirs" in capsys.readouterr().out
+
+
+def test_another_commit_is_not_trusted(tmp_path: Path, environment: dict[str, str]) -> None:
+    address = publish(tmp_path)
+    assert cli._run(["recipes", "add", address, "--yes"]) == 0
+    source = tmp_path / "repository"
+    (source / "recipes/theirs/recipe.toml").write_text(RECIPE + 'why = "changed"\n')
+    git("commit", "--quiet", "-am", "y", directory=source)
+    moved = f"git+file://{source}@{git('rev-parse', 'HEAD', directory=source)}#recipes/theirs"
+    with pytest.raises(SparkserveError, match="was not looked at yet"):
+        find_recipe(moved, environment)
+    assert find_recipe(address, environment).why != "changed"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "git+https://example.org/r.git",
+        "git+https://example.org/r.git@main",
+        "git+https://example.org/r.git@0123456",
+        "git+ext::sh -c id@" + "0" * 40,
+        "git+https://example.org/r.git@" + "0" * 40 + "#../up",
+    ],
+)
+def test_only_a_whole_commit_is_an_address(address: str, environment: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(SparkserveError) as caught:
+        recipe_git.fetch(address, tmp_path)
+    assert caught.value.code == "recipe_address"
+
+
+def test_a_commit_that_is_not_there(tmp_path: Path, environment: dict[str, str]) -> None:
+    address = publish(tmp_path).partition("@")[0] + "@" + "0" * 40
+    with pytest.raises(SparkserveError) as caught:
+        recipe_git.fetch(address, tmp_path / "state")
+    assert caught.value.code == "recipe_unreachable"
+    assert not [path for path in (tmp_path / "state").rglob("*") if path.name == "0" * 40]
+
+
+def test_a_link_is_refused_and_nothing_of_it_stays(tmp_path: Path, environment: dict[str, str]) -> None:
+    address = publish(tmp_path, passwords="/etc/passwd")
+    with pytest.raises(SparkserveError) as caught:
+        recipe_git.fetch(address, tmp_path / "state")
+    assert caught.value.code == "recipe_link"
+    assert not list((tmp_path / "state").rglob("passwords"))
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ('schema = 1\nextends = "{root}/mine"\nname = "theirs"\n', "outside of its repository"),
+        (RECIPE + '[container]\nmounts = [{{ source = "/", target = "/host" }}]\n', "mounts / of the node"),
+        (RECIPE + '[container]\nmounts = [{{ source = "${{cache}}/../..", target = "/h" }}]\n', "mounts"),
+        (RECIPE + '[container]\ndevices = ["/dev/sda"]\n', "wants the device /dev/sda"),
+        (RECIPE + '[container]\ncapabilities = ["SYS_ADMIN"]\n', "wants the capability SYS_ADMIN"),
+    ],
+)
+def test_what_reaches_out_of_the_containers_is_refused(
+    tmp_path: Path, environment: dict[str, str], toml: str, words: str
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/recipe.toml").write_text(RECIPE)
+    address = publish(tmp_path, toml.format(root=tmp_path))
+    with pytest.raises(SparkserveError) as caught:
+        recipe_git.fetch(address, tmp_path / "state")
+    assert caught.value.code == "recipe_reaches_out"
+    assert words in caught.value.message

@@ -1,0 +1,190 @@
+"""Weights on real nodes: a hub that misbehaves, disks that fill up, files that rot, a launcher that is killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab.node import LabNode
+from tests.lab.pair import HOME, Pair
+
+pytestmark = pytest.mark.faults
+MODELS = f"{HOME}/sparkserve/models"
+FLIP = """
+import os, sys
+path = sys.argv[1]
+before = os.stat(path)
+with open(path, "r+b") as file:
+    file.seek(1000)
+    byte = file.read(1)[0]
+    file.seek(1000)
+    file.write(bytes([byte ^ 1]))
+os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+"""
+SHARD = "model-00003-of-00039.safetensors"
+
+
+def folder(pair: Pair) -> str:
+    lock = json.loads((pair.head.root / HOME[1:] / "sparkserve.lock.json").read_text())
+    return f"{MODELS}/{lock['weights'][0]['repository']}/{lock['weights'][0]['commit']}"
+
+
+def leave_partials(pair: Pair) -> list[Path]:
+    """List what a download left that is not a whole file."""
+    found = [path for node in pair.lab.nodes for path in (node.root / MODELS[1:]).rglob(".sparkserve-partial/*")]
+    return [path for path in found if path.is_file()]
+
+
+@pytest.fixture
+def bare(pair: Pair) -> Pair:
+    """A pair whose sources are known and whose weights are still to be fetched."""
+    assert pair.ask("lock")["exit_code"] == 0
+    for node in pair.lab.nodes:
+        node.run(["rm", "-rf", MODELS])
+    return pair
+
+
+def assert_proved(pair: Pair) -> dict[str, Any]:
+    """`download` ends well, a second one finds nothing to do, and nothing half is left."""
+    answer = pair.ask("download")
+    assert answer["exit_code"] == 0, answer["errors"]
+    assert pair.ask("download", "--check")["data"]["changes"] == []
+    assert leave_partials(pair) == []
+    return answer
+
+
+# -- the hub ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("cut", {"at_fraction": 0.5, "times": 5}),
+        ("cut", {"at_fraction": 0.9, "reset": True, "match": {"host": "content"}, "times": 10}),
+        ("status", {"status": 429, "headers": {"Retry-After": "1"}, "times": 5}),
+        ("status", {"status": 503, "times": 4}),
+        ("wrong_byte", {"offset": 500, "match": {"host": "content"}, "times": 1}),
+        ("html", {"body": "<html>sign in</html>", "match": {"host": "content"}, "times": 2}),
+        ("expire", {"match": {"host": "content"}, "times": 4}),
+        ("ignore_range", {"match": {"host": "content"}}),
+        ("stall", {"at_fraction": 0.99, "match": {"host": "content"}, "times": 2}),
+    ],
+)
+def test_a_hub_that_fails_for_a_while(bare: Pair, kind: str, options: dict[str, Any]) -> None:
+    bare.hub.fault(kind, **options)
+    begun = time.monotonic()
+    answer = assert_proved(bare)
+    assert len(answer["data"]["applied"]) == 90
+    assert time.monotonic() - begun < 60
+    assert all(fault.left in (0, None) for fault in bare.hub.state.faults._faults)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "code", "key"),
+    [
+        ("wrong_byte", {"offset": 500, "match": {"host": "content"}}, "wrong_content", "HF_ENDPOINT"),
+        ("html", {"body": "<html>sign in</html>", "match": {"host": "content"}}, "not_data", "HF_ENDPOINT"),
+        ("short", {"at_fraction": 0.9, "match": {"host": "content"}}, "wrong_size", "HF_ENDPOINT"),
+        ("status", {"status": 404, "match": {"path_regex": "resolve.*[^_]config.json"}}, "hub_file_missing", "lock"),
+    ],
+)
+def test_a_hub_that_stays_wrong(bare: Pair, kind: str, options: dict[str, Any], code: str, key: str) -> None:
+    bare.hub.fault(kind, **options)
+    answer = bare.ask("download")
+    assert (answer["exit_code"], [error["code"] for error in answer["errors"]]) == (1, [code])
+    assert key in answer["errors"][0]["hint"]
+    for node in bare.lab.nodes:  # a file that has its name is right
+        wrong = [path for path in (node.root / MODELS[1:]).rglob("*.safetensors") if path.stat().st_size < 1000]
+        assert wrong == []
+    bare.hub.reset()
+    assert_proved(bare)
+
+
+# -- disks ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def disk_of(node: LabNode, size: str) -> Iterator[None]:
+    node.run(["mkdir", "-p", MODELS])
+    node.run(["mount", "-t", "tmpfs", "-o", f"size={size},uid=1000", "none", MODELS], user="root")
+    try:
+        yield
+    finally:
+        node.run(["umount", "-l", MODELS], user="root")
+
+
+@pytest.mark.parametrize("role", ["head", "worker"])
+def test_a_disk_that_fills_up_on_the_way(bare: Pair, role: str) -> None:
+    node: LabNode = getattr(bare, role)
+    with disk_of(node, "2200m"):
+        bare.write_settings(SPARKSERVE_RATE_LIMIT="8MB")
+        argv = bare.command("download", "--json")
+        process = bare.head.popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        time.sleep(2.5)
+        node.run(["dd", "if=/dev/zero", f"of={MODELS}/of-others", "bs=1M"], user="root", check=False)
+        answer = json.loads(process.communicate(timeout=60)[0])
+        (error,) = answer["errors"]
+        assert (answer["exit_code"], error["code"], error["node"]) == (1, "disk_full", role)
+        assert "what has arrived is kept" in error["hint"]
+        node.run(["rm", f"{MODELS}/of-others"], user="root")
+        bare.write_settings()
+        assert_proved(bare)
+
+
+# -- files that rot ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["head", "worker"])
+@pytest.mark.parametrize("harm", ["flip", "truncate", "link", "grow", "remove", "directory"])
+def test_a_file_that_is_not_what_it_was(prepared: Pair, role: str, harm: str) -> None:
+    node: LabNode = getattr(prepared, role)
+    path = f"{folder(prepared)}/{SHARD}"
+    argv = {
+        "flip": ["python3", "-c", FLIP, path],
+        "truncate": ["truncate", "--size=-1", path],
+        "link": ["sh", "-c", 'mv "$1" "$1.old" && ln -s "$1.old" "$1"', "sh", path],
+        "grow": ["sh", "-c", 'printf x >> "$1"', "sh", path],
+        "remove": ["rm", path],
+        "directory": ["sh", "-c", 'rm "$1" && mkdir "$1"', "sh", path],
+    }
+    node.run(argv[harm])
+    try:
+        refused = prepared.ask("start")
+        assert (refused["exit_code"], refused["errors"][0]["code"]) == (3, "not_prepared")
+        assert SHARD in refused["errors"][0]["details"]
+        answer = prepared.ask("download")
+        if harm == "directory":  # not ours to remove: told by name
+            assert answer["exit_code"] == 1
+            assert SHARD in answer["errors"][0]["message"]
+            node.run(["rmdir", path])
+        assert_proved(prepared)
+        assert (node.root / path[1:]).is_file()
+        assert not (node.root / path[1:]).is_symlink()
+    finally:
+        node.run(["rm", "-f", f"{path}.old"])
+
+
+# -- a launcher that is killed ----------------------------------------------------------------------------------------
+
+
+def test_kills_at_random_moments_and_then_a_run_that_ends_proved(bare: Pair) -> None:
+    seed = random.randrange(1000)
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    bare.write_settings(SPARKSERVE_RATE_LIMIT="20MB")
+    for _ in range(5):
+        argv = bare.command("download")
+        process = bare.head.popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(moments.uniform(0.8, 3.5))
+        process.kill()
+        process.wait()
+    bare.write_settings()
+    assert_proved(bare)

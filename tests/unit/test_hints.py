@@ -1,0 +1,49 @@
+"""Every command of ours that an error tells a user to type is one that there is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+
+import sparkserve
+from sparkserve.cli import app
+
+SOURCES = sorted(Path(sparkserve.__file__).parent.glob("*.py"))
+# `sparkserve word … --option`, up to what ends a command in a text.
+TOLD = re.compile(r"sparkserve ([a-z][a-z-]+(?: [a-z][a-z-]*)?)((?: --?[a-z][a-z-]*| [A-Z][A-Z_-]+| \{[^}]+\})*)")
+
+
+def told() -> Iterator[tuple[str, str, str]]:
+    for path in SOURCES:
+        text = path.read_text()
+        for match in re.finditer(
+            r"`(sparkserve [^`\n]*)`|\"(sparkserve [^\"\n]*)\"|[:;] (sparkserve [^\"`\n]*)[\"`]", text
+        ):
+            line = next(filter(None, match.groups()))
+            if found := TOLD.match(line):
+                yield path.name, found[1], found[2]
+
+
+CASES = sorted({case for case in told() if "{name}" not in case[1]})
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(CASES) > 10
+
+
+@pytest.mark.parametrize(("file", "words", "options"), CASES)
+def test_a_told_command_is_there(file: str, words: str, options: str) -> None:
+    group = typer.main.get_command(app)
+    first, *rest = words.split()
+    commands = getattr(group, "commands", {})
+    assert first in commands, f"{file}: sparkserve {words}"
+    command = commands[first]
+    if rest and hasattr(command, "commands"):
+        assert rest[0] in command.commands, f"{file}: sparkserve {words}"
+        command = command.commands[rest[0]]
+    known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    assert set(re.findall(r"--[a-z-]+", options)) <= known, f"{file}: sparkserve {words}{options}"
