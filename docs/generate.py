@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args, get_origin
 
+import error_codes
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -65,6 +66,17 @@ EXAMPLES = {
     "hf_token": "hf_xxxxxxxxxxxxxxxx",
     "hf_endpoint": "https://hub-mirror.example.com",
 }
+EXIT_CODES = {
+    0: "done; all proofs hold",
+    1: "failed; also a proof that does not hold",
+    2: "usage or settings",
+    3: "not ready: a preflight check failed, or another command is at work",
+    4: "`--check` found something to change",
+    5: "`status`: the pair does not run",
+    6: "a node could not be looked at: nothing is known, and nothing was changed there",
+    130: "interrupted by Ctrl-C",
+    143: "interrupted by SIGTERM",
+}
 SIMPLE_TYPES: dict[object, str] = {
     str: "text",
     int: "whole number",
@@ -83,6 +95,7 @@ def documents() -> dict[str, str]:
         "docs/configuration.md": configuration(),
         "docs/recipes.md": recipes(),
         "docs/commands.md": commands(),
+        "docs/troubleshooting.md": troubleshooting(),
         "README.md": readme(),
     }
 
@@ -159,6 +172,36 @@ def recipes() -> str:
         _table(("Placeholder", "What it becomes"), placeholders),
     ]
     return _page("Recipes", *parts)
+
+
+def troubleshooting() -> str:
+    """Make the list of everything that can be told, from the code and from the recipes."""
+    codes = [
+        (_code(code.name), code.message.replace("\n", " "), code.hint.replace("\n", " "))
+        for code in error_codes.find_codes()
+    ]
+    lines: dict[str, tuple[str, str, str]] = {}
+    for name in shipped_names():
+        for known in load_recipe(name).failures:
+            lines.setdefault(known.pattern, (_code(known.pattern), known.cause, known.advice))
+    exits = [(str(number), text) for number, text in EXIT_CODES.items()]
+    return _page(
+        "When something goes wrong",
+        "Every error says what was seen, what was needed, on which node, and the next command to type. With `--json` it"
+        " carries a code, which this page lists. `…` stands for what is only known when it happens. Errors of both"
+        " nodes are told together; those with a hint are worth trying in the order in which they are printed.",
+        "`sparkserve status` says how the pair is, `sparkserve logs --run last` what the engine said before it ended,"
+        " `sparkserve history` which starts worked, and `sparkserve diagnose` puts all of it into one archive without"
+        " secrets. [operations.md](operations.md) tells what to do in which case.",
+        "## Exit codes",
+        _table(("Exit code", "What it means"), exits),
+        "## What the engine says",
+        "Lines of the engine's log that the recipes know. The first real error of either rank is shown when a start"
+        " fails, with its cause and advice.",
+        _table(("A line that matches", "What it means", "What to do"), list(lines.values())),
+        "## Error codes",
+        _table(("Code", "What it says", "What to do"), codes),
+    )
 
 
 def commands() -> str:

@@ -6,11 +6,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkserve import state_file
 from sparkserve.cluster import Node, Role
-from sparkserve.link import LinkFacts
+
+if TYPE_CHECKING:
+    from sparkserve.link import LinkFacts
 
 _ASK_SECONDS = 4.0
 _GPU = ("clocks.sm", "power.draw", "temperature.gpu", "utilization.gpu")
@@ -37,7 +39,7 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class AroundFacts:
-    """One node's surroundings; without `gpu` nvidia-smi gave no answer, `errors` are counters of the cable's devices."""
+    """One node's surroundings; without `gpu` nvidia-smi gave no answer, `errors` count those of the cable's devices."""
 
     gpu: GpuFacts | None
     interface: str
@@ -46,10 +48,10 @@ class AroundFacts:
     errors: Mapping[str, int] = field(default_factory=dict)
 
 
-def gather(node: Node, link: LinkFacts) -> AroundFacts:
-    """Look at a node's GPU and at the cable's counters."""
-    raw = node.session.ask("facts", timeout=_ASK_SECONDS, commands={"gpu": _QUERY}, globs=list(_GLOBS))
-    return parse(raw, link)
+def gather(node: Node) -> dict[str, Any]:
+    """Look at a node's GPU and at the counters of its network devices; `parse` takes those of the cable."""
+    raw: dict[str, Any] = node.session.ask("facts", timeout=_ASK_SECONDS, commands={"gpu": _QUERY}, globs=list(_GLOBS))
+    return raw
 
 
 def parse(raw: Mapping[str, Any], link: LinkFacts) -> AroundFacts:

@@ -10,8 +10,8 @@ from sparkserve import engine, records
 from sparkserve.cluster import Deployment
 from sparkserve.engine_watch import Launch
 from sparkserve.errors import Failures, SparkserveError
-from sparkserve.planning import Starting, secrets_of
 from sparkserve.plan import ApplyReport, Plan
+from sparkserve.planning import Starting, secrets_of
 from sparkserve.records import Record
 
 

@@ -11,15 +11,16 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from sparkserve import __version__, cli_recipes, cli_weights
+from sparkserve import __version__, cli_operate, cli_recipes, cli_weights
 from sparkserve.command_line import Check, Common, DryRun, Recipe, app, command, interrupted, session
-from sparkserve.errors import EXIT_CHANGES, EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, SparkserveError, usage_error
+from sparkserve.errors import EXIT_CHANGES, EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, SparkserveError
 from sparkserve.output import Mode, Output, end_streams, open_closed_streams
 
-__all__ = ["app", "main", "parse_seconds"]
+__all__ = ["app", "main"]
 
 app.add_typer(cli_recipes.recipes, name="recipes")
 app.add_typer(cli_weights.weights, name="weights")
+app.add_typer(cli_operate.service, name="service")
 
 
 class Terminated(KeyboardInterrupt):
@@ -72,10 +73,10 @@ def _run_steps(
     recipe: str | None,
     adopt: list[str] | None = None,
 ) -> None:
-    """Run the steps of a command, which has the name of its first one."""
+    """Run the steps of a command, which has the name of its first one, or of a start that takes more."""
     from sparkserve import lifecycle, tables
 
-    output, name = common.output, steps[0]
+    output, name = common.output, "start" if "start" in steps else steps[0]
     run = session(common, name, output, recipe=recipe)
     outcome = lifecycle.run_steps(run, steps, dry_run=bool(preview), adopt=adopt or ())
     code = EXIT_CHANGES if preview == "check" and not outcome.plan.is_empty else 0
@@ -159,10 +160,17 @@ def tune(
     output.result("tune", {"undone": rows}, tables.pair_table("put back", rows))
 
 
-@command("sparkserve start; sparkserve start --dry-run")
+@command("sparkserve start; sparkserve start --dry-run; sparkserve start --recipe ./other")
 def start(common: Common, *, dry_run: DryRun = False, check: Check = False, recipe: Recipe = None) -> None:
-    """Start the engine on both nodes until it answers."""
-    _run_steps(common, ("start",), preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
+    """Start the engine on both nodes until it answers.
+
+    With another recipe than the one that serves, everything of it is made ready before the pair is stopped; if it does
+    not answer, the pair that did is brought back.
+    """
+    from sparkserve import operations
+
+    steps = operations.start_steps(session(common, "start", common.output, recipe=recipe))
+    _run_steps(common, steps, preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
 
 
 @command("sparkserve up --dry-run; sparkserve up; sparkserve up --skip tune")
@@ -203,52 +211,7 @@ def verify(common: Common, *, recipe: Recipe = None) -> None:
     raise typer.Exit(code)
 
 
-@command("sparkserve status; sparkserve status --json")
-def status(common: Common, *, recipe: Recipe = None) -> None:
-    """Tell what the pair does, without disturbing it."""
-    from sparkserve import lifecycle, tables
-
-    output = common.output
-    found = lifecycle.look(session(common, "status", output, recipe=recipe))
-    code = found.verdict.exit_code
-    output.result("status", found.data(), *tables.status_view(found), exit_code=code)
-    raise typer.Exit(code)
-
-
-@command("sparkserve stop; sparkserve stop --force")
-def stop(
-    common: Common,
-    *,
-    force: Annotated[bool, typer.Option("--force", help="Kill ranks at once.")] = False,
-    dry_run: DryRun = False,
-) -> None:
-    """Stop both ranks; prove that nothing is left."""
-    from sparkserve import lifecycle, tables
-
-    output = common.output
-    outcome = lifecycle.stop(session(common, "stop", output), force=force, dry_run=dry_run)
-    empty = "nothing of ours was running"
-    view = empty if outcome.plan.is_empty else tables.outcome_view(outcome, preview=dry_run)
-    output.result("stop", tables.outcome_data(outcome), view)
-
-
-@command("sparkserve logs --rank 1; sparkserve logs --follow --grep ERROR")
-def logs(
-    common: Common,
-    *,
-    rank: Annotated[int | None, typer.Option("--rank", min=0, max=1, help="Only this rank.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on; Ctrl-C only detaches.")] = False,
-    since: Annotated[str, typer.Option("--since", help="Only lines of the last 30s, 10m, 2h.")] = "",
-    grep: Annotated[str, typer.Option("--grep", help="Only lines that match this regular expression.")] = "",
-) -> None:
-    """Show both ranks' logs, interleaved by time."""
-    from sparkserve import lifecycle
-    from sparkserve.engine_logs import LogQuery
-
-    output = common.output
-    run = session(common, "logs", output)
-    query = LogQuery(rank, parse_seconds(since), grep=grep, follow=follow, secrets=(run.settings.hf_token,))
-    output.lines("logs", lifecycle.read_logs(run, query), lambda line: f"rank {line.rank}  {line.text}")
+cli_operate.register()
 
 
 @command("sparkserve prune --dry-run; sparkserve prune --yes")
@@ -312,17 +275,6 @@ def root(
     if context.invoked_subcommand is None:
         print(context.get_help())
         raise typer.Exit(EXIT_USAGE)
-
-
-def parse_seconds(text: str) -> float | None:
-    """Read `30s`, `10m`, `2h` or plain seconds."""
-    if not text:
-        return None
-    number, unit = (text[:-1], text[-1]) if text[-1].isalpha() else (text, "s")
-    factors = {"s": 1, "m": 60, "h": 3600}
-    if unit not in factors or not number.replace(".", "", 1).isdigit():
-        raise usage_error("usage", f"--since {text} is no time", "write it like 30s, 10m or 2h")
-    return float(number) * factors[unit]
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -333,7 +333,7 @@ def pair_lock(directory: Path, command: str, wait_seconds: float = 0.0) -> Itera
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = directory / "lock"
     deadline = time.monotonic() + wait_seconds
-    with path.open("a+", encoding="utf-8") as file:
+    with path.open("a+b", buffering=0) as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -343,15 +343,28 @@ def pair_lock(directory: Path, command: str, wait_seconds: float = 0.0) -> Itera
                     time.sleep(0.2)
                     continue
                 file.seek(0)
-                holder = file.read().strip() or "another run"
+                holder = file.read().decode(errors="replace").strip() or "another run"
                 message = f"another command holds the lock of this pair: {holder}"
                 raise SparkserveError(
                     "locked", message, "wait for it to end, or stop it", "head", exit_code=EXIT_NOT_READY
                 ) from error
         file.seek(0)
         file.truncate()
-        file.write(f"`sparkserve {command}`, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-        file.flush()
+        with contextlib.suppress(OSError):  # on a full disk the lock holds all the same, only without a name
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            file.write(f"`sparkserve {command}`, process {os.getpid()}, since {now}\n".encode())
         yield
         file.seek(0)
         file.truncate()
+
+
+def is_locked(directory: Path) -> bool:
+    """Whether another command writes to the pair right now."""
+    try:
+        with (directory / "lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False

@@ -100,6 +100,12 @@ def interrupted(name: str, error: BaseException) -> SparkserveError:
     """Say what an interrupt left done, and that the same command goes on."""
     code = int(getattr(error, "exit_code", 130))
     report = getattr(error, "report", None)
-    done = f"; {len(report.applied)} changes are done and proved" if report is not None else ""
-    hint = f"`sparkserve {name}` goes on where it ended" if report is not None else ""
-    return SparkserveError("interrupted", f"interrupted{done}", hint, exit_code=code)
+    if report is None:
+        return SparkserveError("interrupted", "interrupted", exit_code=code)
+    from sparkserve.checks import show_size
+
+    size = sum(item.change.size for item in report.applied)
+    total = f" ({show_size(size)})" if size else ""
+    message = f"interrupted; {len(report.applied)} changes are done and proved{total}"
+    hint = f"`sparkserve {name}` goes on where it ended: what had arrived of the others is kept"
+    return SparkserveError("interrupted", message, hint, exit_code=code)

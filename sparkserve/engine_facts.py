@@ -73,6 +73,11 @@ class ContainerFacts:
         return self.is_running and any(process.works for process in engine)
 
     @property
+    def hangs(self) -> bool:
+        """Whether its processes were seen and none of the engine's can work: no signal in order will end it."""
+        return self.is_running and bool(self.processes) and not self.is_alive
+
+    @property
     def ended(self) -> str:
         """How it ended, in a few words."""
         if self.oom_killed:

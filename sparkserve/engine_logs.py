@@ -168,6 +168,7 @@ def saved_runs(runs_dir: Path) -> list[str]:
 def read_saved(runs_dir: Path, run: str, query: LogQuery) -> list[LogLine]:
     """Read the kept logs of a run, both ranks in the order of time."""
     _check_pattern(query.grep)
+    run = next(iter(saved_runs(runs_dir)), run) if run == "last" else run
     if run not in saved_runs(runs_dir):
         known = ", ".join(saved_runs(runs_dir)[:5]) or "none"
         raise SparkserveError("run_unknown", f"no logs of run {run}; kept: {known}", exit_code=EXIT_USAGE)

@@ -111,12 +111,13 @@ def end_container(node: Node, container: ContainerFacts, stopping: Stopping) -> 
     """End a container in order or by force, keep its log, remove it; gives how it ended."""
     how = "was not running"
     if container.is_running:
-        signal = "SIGKILL" if stopping.force else container.stop_signal
+        by_force = stopping.force or container.hangs
+        signal = "SIGKILL" if by_force else container.stop_signal
         orderly = container.stop_seconds if stopping.seconds is None else stopping.seconds
-        seconds = _KILL_SECONDS if stopping.force else orderly
+        seconds = _KILL_SECONDS if by_force else orderly
         stopping.tell(f"{container.name}: {signal}, up to {seconds:g} s")
         _signal(node, container, signal)
-        how = "killed" if stopping.force else "ended in order"
+        how = "killed" if by_force else "ended in order"
         if not _wait_for_end(node, container, seconds, stopping):
             stopping.tell(f"{container.name}: still there after {seconds:g} s, killing it")
             _signal(node, container, "SIGKILL")

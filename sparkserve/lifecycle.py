@@ -28,7 +28,6 @@ from sparkserve import (
 )
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, connect, pair_lock, require_worker, state_dir
 from sparkserve.endpoint import open_endpoint
-from sparkserve.engine_logs import LogLine, LogQuery
 from sparkserve.engine_stop import Stopping, abandon
 from sparkserve.errors import EXIT_NOT_READY, SparkserveError, usage_error
 from sparkserve.parameters import decide_parameters
@@ -36,7 +35,6 @@ from sparkserve.plan import Applied, ApplyReport, Change, Interrupted, Plan, Rep
 from sparkserve.recipe import Recipe
 from sparkserve.recipe_source import load_recipe
 from sparkserve.settings import Loaded, Settings, load, read_secret
-from sparkserve.status_look import Question, Status
 from sparkserve.verify import Exam, Proof, verify
 
 STEPS = ("download", "sync", "derive", "template", "build", "ship", "tune", "start")
@@ -84,8 +82,11 @@ class Session:
 
     @property
     def lock_file(self) -> Path:
-        """The lock beside the settings file."""
-        return lock.lock_path(self.loaded.env_file)
+        """The lock beside the settings file; a recipe named for one run has its own where that is another's."""
+        main = lock.lock_path(self.loaded.env_file)
+        if self.loaded.sources["recipe"] == "flag" and lock.recipe_of(main) not in ("", self.recipe.name):
+            return main.with_name(f"sparkserve.{self.recipe.name}.lock.json")
+        return main
 
     @property
     def facts_file(self) -> Path:
@@ -259,12 +260,18 @@ def unlock_sudo(session: Session, cluster: Cluster, roles: Collection[str]) -> N
     """Give the nodes that will need root their sudo password, and try it before anything is changed."""
     for node in cluster.nodes:
         node.host.sudo_password = _password_of(session, node) if node.role in roles else None
+    cluster.on_both(_try_password)
 
-    def check(node: Node) -> None:
-        if node.host.sudo_password is not None:
-            node.host.check_sudo_password()
 
-    cluster.on_both(check)
+def give_sudo_password(session: Session, node: Node) -> None:
+    """Give one node its sudo password, and try it."""
+    node.host.sudo_password = _password_of(session, node)
+    _try_password(node)
+
+
+def _try_password(node: Node) -> None:
+    if node.host.sudo_password is not None:
+        node.host.check_sudo_password()
 
 
 def _password_of(session: Session, node: Node) -> SecretStr | None:
@@ -314,7 +321,8 @@ def up(session: Session, *, skip: tuple[str, ...], dry_run: bool) -> tuple[Outco
     """Do every step that is still to be done, then prove the endpoint by real requests."""
     unknown = set(skip) - {"tune"}
     if unknown:
-        raise usage_error("skip_unknown", f"--skip {', '.join(sorted(unknown))}: only tune can be left out")
+        message = f"--skip {', '.join(sorted(unknown))}: only tune can be left out"
+        raise usage_error("skip_unknown", message, "sparkserve up --skip tune")
     outcome = run_steps(session, tuple(step for step in STEPS if step not in skip), dry_run=dry_run)
     if dry_run:
         return outcome, []

@@ -103,6 +103,15 @@ def read_any_lock(path: Path, recipe: Recipe) -> Lock | None:
         return None
 
 
+def recipe_of(path: Path) -> str:
+    """Tell which recipe a lock is of; empty where there is none that can be read."""
+    try:
+        found = _parse(path)
+    except SparkserveError:
+        return ""
+    return found.recipe if found else ""
+
+
 def _parse(path: Path) -> Lock | None:
     try:
         return Lock.model_validate_json(path.read_text(encoding="utf-8"))

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from sparkserve import around, blueprint, engine, engine_logs, lifecycle, link, lock, planning, records, status_look
+from sparkserve import around, blueprint, engine, engine_logs, lifecycle, link, lock, records, status_look
 from sparkserve.around import AroundFacts, Trend
-from sparkserve.cluster import Cluster, Deployment, Role, connect, pair_lock
-from sparkserve.endpoint import open_endpoint
+from sparkserve.cluster import Cluster, Deployment, Role, connect, is_locked, pair_lock
+from sparkserve.endpoint import Endpoint, open_endpoint
 from sparkserve.engine_logs import LogLine, LogQuery
 from sparkserve.engine_stop import Stopping
-from sparkserve.errors import SparkserveError
 from sparkserve.lifecycle import Outcome, Session
 from sparkserve.parameters import decide_parameters
 from sparkserve.plan import Plan, apply
@@ -23,6 +21,8 @@ from sparkserve.records import Record
 from sparkserve.status_look import Question, Status
 from sparkserve.watch import Event, Journal, Rules, Watch
 
+# One look of a watch waits no longer for a counter to move: the next one comes soon enough.
+_GLANCE_SECONDS = 0.2
 _TOKEN_SECONDS = 30.0
 
 
@@ -41,7 +41,17 @@ def following(session: Session) -> Session:
     wanted = records.read_wanted(session.state)
     if session.loaded.sources["recipe"] == "flag" or wanted.recipe in ("", session.settings.recipe):
         return session
-    return lifecycle.with_recipe(session, wanted.recipe)
+    flags = {"recipe": wanted.recipe}
+    return lifecycle.open_session(session.command, session.loaded.env_file, session.environment, flags, session.voice)
+
+
+def start_steps(session: Session) -> tuple[str, ...]:
+    """Tell which steps a start takes: all of them where another recipe is to take the place of the one that serves."""
+    wanted = records.read_wanted(session.state)
+    named = session.loaded.sources["recipe"] == "flag"
+    if named and wanted.serving and wanted.recipe != session.settings.recipe:
+        return tuple(step for step in lifecycle.STEPS if step != "tune")
+    return ("start",)
 
 
 class Eyes:
@@ -51,29 +61,155 @@ class Eyes:
         self._session = session
         self._stack = ExitStack()
         self._cluster: Cluster | None = None
+        self._endpoint: Endpoint = open_endpoint(session.settings, session.recipe)
 
     def __enter__(self) -> Eyes:
         return self
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+        self._endpoint.close()
 
     def close(self) -> None:
         """End the connection; the next look opens another."""
         self._cluster = None
         self._stack.close()
 
-    def look(self, *, ask_token: bool = True, patience: float = 6.0, compare: bool = True) -> View:
-        """Judge the pair; a node that cannot be asked makes the state unknown. `compare` is with what is wanted."""
+    def _connected(self) -> Cluster:
         if self._cluster is None:
             self._cluster = self._stack.enter_context(connect(self._session.settings, lenient=True))
-        cluster, session = self._cluster, self._session
-        endpoint = open_endpoint(session.settings, session.recipe)
-        question = Question(cluster, session.recipe, endpoint, session.state / "movement.json")
-        if compare:
-            question = self._compared(question)
-        status = status_look.look(replace(question, ask_token=ask_token, patience=patience))
-        endpoint.close()
+        return self._cluster
+
+    def _look(self, question: Question) -> Status:
+        status = status_look.look(question)
         if status.unseen:
             self.close()
-        return View(status, decide_parameters(session.settings, session.recipe).context)
+        return status
+
+    def _question(self, cluster: Cluster, wanted: dict[Role, str]) -> Question:
+        session = self._session
+        return Question(cluster, session.recipe, self._endpoint, session.state / "movement.json", wanted)
+
+    def glance(self, ask_token: bool) -> Status:  # noqa: FBT001 - one question, asked by a watch
+        """Judge whether the pair serves, whatever it was made from."""
+        question = self._question(self._connected(), {})
+        return self._look(replace(question, ask_token=ask_token, patience=_GLANCE_SECONDS))
+
+    def view(self, *, ask_token: bool = True) -> View:
+        """Judge the pair by what is wanted; a node that cannot be asked makes the state unknown, not the look fail."""
+        session, cluster = self._session, self._connected()
+        with ThreadPoolExecutor(1) as aside:
+            surroundings = aside.submit(cluster.try_both, around.gather)
+            links, errors = cluster.try_both(link.gather)
+            known = lock.read_lock(session.lock_file, session.recipe, session.settings)
+            wanted: dict[Role, str] = {}
+            if known and not errors:
+                deployment = Deployment(session.settings, session.recipe, known, cluster)
+                specs = blueprint.build_specs(deployment, links)
+                wanted = {role: spec.digest for role, spec in specs.items()}
+            status = self._look(replace(self._question(cluster, wanted), ask_token=ask_token))
+            found = {
+                role: around.parse(raw, links[role]) for role, raw in surroundings.result()[0].items() if role in links
+            }
+        trends = _trends(session, status, found)
+        return View(status, decide_parameters(session.settings, session.recipe).context, found, trends)
+
+
+def _trends(session: Session, status: Status, found: dict[Role, AroundFacts]) -> dict[Role, Trend]:
+    head = status.facts["head"].of_rank(0) if "head" in status.facts else None
+    if head is None or not head.is_running:
+        return {}
+    available = {role: facts.memory.available for role, facts in status.facts.items() if role in found}
+    seen = {role: found[role] for role in available}
+    return around.remember(session.state / "trend.json", head.run, available, seen)
+
+
+def look(session: Session) -> View:
+    """Look at the pair once."""
+    with Eyes(following(session)) as eyes:
+        return eyes.view()
+
+
+def looks(session: Session, seconds: float) -> Iterator[View]:
+    """Look at the pair every so many seconds until somebody ends it; an idle engine is rarely asked for a token."""
+    asked_at = float("-inf")
+    with Eyes(following(session)) as eyes:
+        while True:
+            begun = time.monotonic()
+            ask_token = begun - asked_at >= _TOKEN_SECONDS
+            asked_at = begun if ask_token else asked_at
+            yield eyes.view(ask_token=ask_token)
+            time.sleep(max(0.0, begun + seconds - time.monotonic()))
+
+
+# -- the supervisor ---------------------------------------------------------------------------------------------------
+
+
+def watch(session: Session) -> Iterator[Event]:
+    """Look every second; restart the pair when both nodes show that it is broken and its owner wants it to serve."""
+    settings, state = session.settings, session.state
+    with pair_lock(state / "watch", session.command), Eyes(following(session)) as eyes:
+
+        def restart() -> str:
+            eyes.close()
+            outcome = lifecycle.run_steps(following(session), ("start",))
+            return outcome.report.applied[-1].proof if outcome.report.applied else "it serves already"
+
+        rules = Rules(
+            look=eyes.glance,
+            restart=restart,
+            wanted=lambda: records.read_wanted(state),
+            busy=lambda: is_locked(state),
+            restarts_per_hour=settings.restarts_per_hour,
+        )
+        yield from Watch(rules, journal(session)).run()
+
+
+def journal(session: Session) -> Journal:
+    """Open the events of all watches."""
+    return Journal(session.state / "events.jsonl", session.settings.watch_command)
+
+
+# -- stop, logs, history ----------------------------------------------------------------------------------------------
+
+
+def stop(session: Session, *, force: bool, dry_run: bool) -> Outcome:
+    """End both ranks and prove on each node that nothing of ours is left."""
+    with connect(session.settings, lenient=True) as cluster:
+        facts, _ = cluster.try_both(engine.gather)
+        stopping = Stopping(session.state / "runs", force=force, secrets=(session.settings.hf_token,))
+        wanted = Plan(tuple(engine.plan_stop(cluster, facts, stopping)))
+        if dry_run:
+            return Outcome(("stop",), wanted)
+        # First of all: a watch must not bring back what is being ended.
+        _try_to_note(session, lambda: records.keep_wanted(session.state, serving=False))
+        if wanted.is_empty:
+            return Outcome(("stop",), wanted)
+        begun = time.monotonic()
+        with ExitStack() as held:
+            _try_to_note(session, lambda: held.enter_context(pair_lock(session.state, session.command)))
+            report = apply(wanted, held.enter_context(session.voice.reporter(wanted)))
+        report.raise_failures()
+        return Outcome(("stop",), wanted, report, time.monotonic() - begun)
+
+
+def _try_to_note(session: Session, note: Callable[[], None]) -> None:
+    """Write something down where that is possible; a head whose disk takes nothing must still be able to stop."""
+    try:
+        note()
+    except OSError as error:
+        session.voice.warn(f"the head's state cannot be written ({error}); stopping all the same")
+
+
+def read_logs(session: Session, query: LogQuery, run: str = "") -> Iterator[LogLine]:
+    """Give both ranks' log lines in the order of time: of the containers, or those kept of an earlier run."""
+    if run:
+        yield from engine_logs.read_saved(session.state / "runs", run, query)
+        return
+    with connect(session.settings) as cluster:
+        yield from engine_logs.read_logs(cluster, query)
+
+
+def history(session: Session) -> list[Record]:
+    """List the starts that were recorded, newest first."""
+    return records.read_records(session.state / "runs")

@@ -92,6 +92,21 @@ class Output:
         for item in items:
             print(show(item), flush=True)
 
+    def live(
+        self, items: Iterable[Any], view: Callable[[Any], Sequence[RenderableType | str]], line: Callable[[Any], str]
+    ) -> None:
+        """Show a result that changes: in place on a terminal, one line each in a pipe."""
+        if not sys.stdout.isatty():
+            for item in items:
+                print(line(item), flush=True)
+            return
+        from rich.console import Group
+        from rich.live import Live
+
+        with Live(console=self._console(stderr=False), auto_refresh=False) as screen:
+            for item in items:
+                screen.update(Group(*view(item)), refresh=True)
+
     def error(self, command: str, error: SparkserveError, data: object = None, *, log: Path | None = None) -> None:
         """Say what failed, each single error with its node, its details and the next command."""
         singles = flatten(error)

@@ -153,7 +153,7 @@ def preflight(deployment: Deployment, changes: Sequence[Change], start: Starting
         if created and all("absent" in change.before for change in created):
             found += checks.check_ports(both, facts)
             found += checks.check_memory(deployment.recipe, facts)
-        if created:
+        if created and len(starts) == len(changes):
             specs = start.launch.specs
             found += checks.check_sources(deployment.cluster.on_both(lambda node: engine.look_at_sources(node, specs)))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 Say = Callable[[str], None]
+# So far back the rate looks: long enough to be calm, short enough to follow a line that became slower.
+_RATE_SECONDS = 30.0
+# From this size on a file is shown on its own.
+_LARGE_BYTES = 1_000_000_000
 
 
 @dataclass
@@ -29,6 +34,8 @@ class Group:
     note: str = ""
     begun: float | None = None
     partial: dict[str, int] = field(default_factory=dict)
+    kept: int = 0
+    moments: deque[tuple[float, int]] = field(default_factory=deque)
 
     @property
     def count(self) -> int:
@@ -45,11 +52,36 @@ class Group:
         """Bytes done in all changes of the group."""
         return sum(self.partial.values())
 
+    def begin(self) -> None:
+        """Note when the first change begins."""
+        if self.begun is None:
+            self.begun = time.monotonic()
+            self.moments.append((self.begun, 0))
+
+    def advance(self, key: str, done: int) -> None:
+        """Note how far a change is; what it finds done already, from an earlier run, has no part in the rate."""
+        if key not in self.partial:
+            self.kept += done
+        self.partial[key] = done
+        now = time.monotonic()
+        if not self.moments or now - self.moments[-1][0] >= 1.0:
+            self.moments.append((now, self.done - self.kept))
+        while now - self.moments[0][0] > _RATE_SECONDS:
+            self.moments.popleft()
+
     @property
     def rate(self) -> float:
-        """Bytes per second since the group began."""
-        elapsed = time.monotonic() - self.begun if self.begun else 0.0
-        return self.done / elapsed if elapsed > 0.5 else 0.0
+        """Bytes per second over the last while."""
+        then, moved = self.moments[0] if self.moments else (time.monotonic(), 0)
+        elapsed = time.monotonic() - then
+        return max(0.0, (self.done - self.kept - moved) / elapsed) if elapsed > 0.5 else 0.0
+
+    @property
+    def large(self) -> list[str]:
+        """How far each large file is that is under way."""
+        rows = [(key, done, self.sizes[key]) for key, done in self.partial.items()]
+        under_way = [row for row in rows if row[1] < row[2] >= _LARGE_BYTES]
+        return [f"{key.rpartition('/')[2]} {100 * done // size} %" for key, done, size in under_way]
 
     def describe(self) -> str:
         """Tell how far the group is, in one line."""
@@ -60,6 +92,7 @@ class Group:
             parts.append(f"{amount(self.done)} of {amount(self.total)}")
         if self.rate and self.done < self.total:
             parts.append(f"{amount(int(self.rate))}/s, {duration((self.total - self.done) / self.rate)} left")
+        parts += self.large
         if self.note:
             parts.append(self.note)
         return f"{parts[0]} {', '.join(parts[1:])}".rstrip()
@@ -110,15 +143,15 @@ class GroupReporter:
     def started(self, change: Change) -> None:
         """See `Reporter`."""
         group = self._group(change)
-        group.begun = group.begun or time.monotonic()
-        group.note = change.resource
+        group.begin()
+        group.note = "" if change.size >= _LARGE_BYTES else change.resource
         self.show(group)
 
     def progress(self, change: Change, done: int, total: int) -> None:
         """See `Reporter`."""
         group = self._group(change)
-        group.partial[change.key] = done
         group.sizes[change.key] = max(total, change.size)
+        group.advance(change.key, done)
         self.show(group)
 
     def note(self, change: Change, text: str) -> None:
@@ -132,7 +165,8 @@ class GroupReporter:
         group = self._group(applied.change)
         group.finished += 1
         if applied.change.size:
-            group.partial[applied.change.key] = applied.change.size
+            group.partial.setdefault(applied.change.key, 0)
+            group.advance(applied.change.key, group.sizes[applied.change.key])
         if group.count == 1:
             self.say(f"{group.node}: {group.step} done: {applied.proof}")
         elif group.finished == group.count:

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import SecretStr
+from pydantic import SecretStr, TypeAdapter
 
 from sparkserve import state_file
 from sparkserve.cluster import Deployment, Role
-from sparkserve.container import BindMount, ContainerSpec
+from sparkserve.container import ContainerSpec
 from sparkserve.endpoint import Endpoint
 from sparkserve.engine_watch import Launch
 from sparkserve.lock import Lock
@@ -92,11 +92,7 @@ def changed_since(record: Record, earlier: Record) -> list[str]:
 
 def specs_of(record: Record) -> dict[Role, ContainerSpec]:
     """Give the containers of a recorded start."""
-    found: dict[Role, ContainerSpec] = {}
-    for role, raw in record.pair["specs"].items():
-        kinds = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
-        found[role] = ContainerSpec(**{**kinds, "mounts": tuple(BindMount(**mount) for mount in raw["mounts"])})
-    return found
+    return TypeAdapter(dict[Role, ContainerSpec]).validate_python(record.pair["specs"])
 
 
 def recipe_of(record: Record) -> Recipe:

@@ -94,7 +94,9 @@ class Settings(BaseModel):
     watch_command: Words = Field(
         (), description="Command that `watch` calls with each event, as one JSON object on its standard input"
     )
-    restarts_per_hour: int = Field(3, ge=0, description="Restarts by `watch` within an hour before it leaves a pair down")
+    restarts_per_hour: int = Field(
+        3, ge=0, description="Restarts by `watch` within an hour before it leaves a pair down"
+    )
     hf_token: SecretStr | None = Field(None, description="Hugging Face token, sent to the hub's own host only")
     hf_endpoint: str = Field("https://huggingface.co", description="The hub, or a mirror of it")
 

@@ -16,7 +16,6 @@ from sparkserve.settings import Loaded, Settings, variable_name
 if TYPE_CHECKING:
     from sparkserve.lifecycle import Locked, Outcome
     from sparkserve.plan import Change
-    from sparkserve.status_look import Status
 
 _STYLES = {"ok": "green", "fail": "red", "warn": "yellow", "running": "green", "stopped": "", "not applicable": ""}
 
@@ -143,21 +142,3 @@ def proofs_table(proofs: Sequence[Any]) -> Table:
         verdict = Text(proof.verdict, style=_STYLES.get(proof.verdict, ""))
         table.add_row(proof.name, verdict, Text(proof.observed), Text(proof.needed), f"{proof.seconds:.1f} s")
     return table
-
-
-def status_view(found: Status) -> list[Table | str]:
-    """Show how the pair is: the state and why, then what each node has."""
-    data = found.data()
-    lines = [f"{found.verdict.state}: {'; '.join(found.verdict.reasons)}"]
-    figures = {"requests_running": "running", "requests_waiting": "waiting", "tokens_per_second": "tokens/s"}
-    shown = [f"{name} {data[key]:.0f}" for key, name in figures.items() if data[key] is not None]
-    if data["uptime_seconds"] is not None:
-        shown.insert(0, f"up {duration(data['uptime_seconds'])}")
-    lines += [", ".join(shown)] if shown else []
-    table = make_table("node", "container", "memory available", "swap used")
-    for role, node in data["nodes"].items():
-        memory = f"{show_size(node['memory_available_bytes'])} of {show_size(node['memory_total_bytes'])}"
-        table.add_row(role, Text(node["container"]), memory, show_size(node["swap_used_bytes"]))
-    for role, error in found.unseen.items():
-        table.add_row(role, Text(f"could not look: {error.message}"), "", "")
-    return ["\n".join(lines), table]

@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, SparkserveError, flatten
 from sparkserve.records import Wanted
-from sparkserve.status_look import Status
+
+if TYPE_CHECKING:
+    from sparkserve.status_look import Status
 
 Kind = Literal[
     "running", "starting", "unknown", "stopped", "degraded", "stalled", "restarting", "restarted", "restart_failed",
@@ -76,7 +78,9 @@ class Journal:
             return
         if called.stdin is None:
             raise AssertionError("Popen was asked for a pipe")
-        with contextlib.suppress(BrokenPipeError):  # it ended without reading: its exit code tells whether that was well
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # it ended without reading: its exit code tells whether that was well
             called.stdin.write(json.dumps(asdict(event)).encode())
             called.stdin.close()
         self._called.append(called)
@@ -94,7 +98,14 @@ class Journal:
             lines = self.path.read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
             return []
-        return [Event(**json.loads(line)) for line in lines if line.endswith("}")]
+        return [event for event in map(_read_event, lines) if event]
+
+
+def _read_event(line: str) -> Event | None:
+    try:
+        return Event(**json.loads(line))
+    except (ValueError, TypeError):  # the half line of a watch that was killed while it wrote
+        return None
 
 
 @dataclass(frozen=True)
@@ -191,4 +202,5 @@ class Watch:
 
 
 def _words(error: SparkserveError) -> str:
-    return "; ".join(dict.fromkeys(str(one) for one in flatten(error)))
+    told = (": ".join(filter(None, (str(one), *one.details.splitlines()[:2]))) for one in flatten(error))
+    return "; ".join(dict.fromkeys(told))

@@ -31,7 +31,7 @@ class Limits:
 
     segment_bytes: int = 8 << 20
     span_segments: int = 32
-    connections: int = 4
+    connections: int = 6
     connect_seconds: float = 10.0
     read_seconds: float = 30.0
     tries: int = 10

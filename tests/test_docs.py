@@ -22,7 +22,11 @@ def test_a_document_that_differs_fails_with_a_diff(tmp_path: Path) -> None:
     copy = tmp_path / "docs" / "generate.py"
     copy.parent.mkdir()
     copy.write_bytes((ROOT / "docs/generate.py").read_bytes())
-    for name in ("README.md", "env.example", "docs/configuration.md", "docs/recipes.md", "docs/commands.md"):
+    (tmp_path / "docs" / "error_codes.py").write_bytes((ROOT / "docs/error_codes.py").read_bytes())
+    for name in (
+        "README.md", "env.example", "docs/configuration.md", "docs/recipes.md", "docs/commands.md",
+        "docs/troubleshooting.md",
+    ):  # fmt: skip
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     stale = tmp_path / "docs/commands.md"
     stale.write_text(stale.read_text().replace("## `sparkserve stop`", "## `sparkserve halt`"))

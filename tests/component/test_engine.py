@@ -21,9 +21,13 @@ from sparkserve.engine_stop import Stopping, stop
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, SparkserveError, flatten
 from sparkserve.plan import ApplyReport, Cancelled, Plan, apply
 from tests.component.docker_node import Container, DockerNode, ours
-from tests.fakes import FakeSession, RecordingReporter, RecordingWork
+from tests.fakes import FakeHost, FakeSession, RecordingReporter, RecordingWork
 from tests.unit.cases import wait_for
 from tests.unit.deployments import FILES, IMAGE, LINKS, make_deployment, make_pair
+
+
+TEE = ["tee", "/proc/sys/vm/drop_caches"]
+DROP_CACHES = {False: TEE, True: ["sudo", "-n", "--", *TEE]}
 
 
 @dataclass
@@ -36,6 +40,8 @@ class Scene:
     recipe: dict[str, Any] = field(default_factory=dict)
     answers: Callable[[httpx.Request], httpx.Response] | None = None
     requests: list[str] = field(default_factory=list)
+    uid: int = 1000
+    hosts: dict[str, FakeHost] = field(default_factory=lambda: {"head": FakeHost("head"), "worker": FakeHost("worker")})
 
     @property
     def nodes(self) -> tuple[DockerNode, DockerNode]:
@@ -46,6 +52,9 @@ class Scene:
         pair = make_pair(head=self.head.session, worker=self.worker.session)
         for node, docker in zip(pair.nodes, self.nodes, strict=True):
             node.__dict__["docker"] = docker
+            node.identity = {"home": f"/home/{node.role}", "uid": self.uid}
+            self.hosts[node.role].script([*DROP_CACHES[self.uid != 0]], always=True)
+            node.host = self.hosts[node.role]
         return pair
 
     @property
@@ -72,8 +81,11 @@ class Scene:
         return Launch(specs, "run-2", endpoint, self.directory / "runs", secrets=secrets, **more)
 
     def plan(self, **more: Any) -> list[Any]:
+        return self.plan_of(self.launch(**more))
+
+    def plan_of(self, launch: Launch) -> list[Any]:
         deployment = self.deployment
-        return plan(deployment, deployment.cluster.on_both(gather), self.launch(**more))
+        return plan(deployment, deployment.cluster.on_both(gather), launch)
 
     def apply(self, **more: Any) -> ApplyReport:
         return apply(Plan(tuple(self.plan(**more))), RecordingReporter())
@@ -562,3 +574,36 @@ def test_logs_when_nothing_is_there(scene: Scene) -> None:
     with pytest.raises(SparkserveError) as caught:
         next(read_logs(scene.cluster, LogQuery()))
     assert caught.value.code == "not_running"
+
+
+# -- what is given to the containers -----------------------------------------------------------------------------------
+
+
+def test_the_page_cache_is_dropped_before_each_rank_where_that_is_allowed(scene: Scene) -> None:
+    scene.answers = good
+    proofs = [item.proof for item in scene.apply().applied]
+    assert all(proof.endswith("page cache dropped") for proof in proofs[:2]), proofs
+    assert [host.calls[0].stdin for host in scene.hosts.values()] == [b"3\n", b"3\n"]
+
+
+def test_a_page_cache_that_may_not_be_dropped_is_told_and_stops_nothing(scene: Scene) -> None:
+    scene.answers = good
+    for host in scene.hosts.values():
+        host.script(DROP_CACHES[True], exit_code=1)
+    proofs = [item.proof for item in scene.apply().applied]
+    assert all("page cache kept: that needs sudo without a password" in proof for proof in proofs[:2]), proofs
+
+
+def test_root_needs_no_sudo_for_it(scene: Scene) -> None:
+    scene.answers, scene.uid = good, 0
+    scene.apply()
+    assert [host.calls[0].argv[0] for host in scene.hosts.values()] == ["tee", "tee"]
+
+
+def test_a_rank_whose_processes_stand_still_is_killed_at_once(scene: Scene) -> None:
+    scene.wanted(processes=[["1", "Ss", "/sbin/docker-init"], ["7", "T", "engine"]], ignores_sigterm=True)
+    begun = time.monotonic()
+    report = stop(scene.cluster, Stopping(scene.directory / "runs"))
+    assert [ended.how for ended in report.ended] == ["killed", "killed"]
+    assert "SIGTERM sparkserve-rank0" not in scene.head.events
+    assert time.monotonic() - begun < 5

@@ -118,6 +118,25 @@ def test_rows_of_a_lock(hub: Hub, recipe: Recipe) -> None:
     assert rows[4].resolved.startswith("sha256:")
 
 
+def test_what_another_lock_would_change_is_listed_source_by_source_and_file_by_file(
+    hub: Hub, repos: Path, recipe: Recipe
+) -> None:
+    settings = settings_for(hub)
+    moving = change_weights(recipe, 0, revision="main")
+    before = sources.resolve(moving, settings, quiet)
+    assert sources.compare(before, sources.resolve(moving, settings, quiet), moving, settings) == []
+    repo = ModelRepo(repos, MODEL_NAME)
+    commit = repo.change("config.json", b"{}")
+    hub.control(move_branch={"repo": MODEL_NAME, "branch": "main", "commit": commit})
+    rows = sources.compare(before, sources.resolve(moving, settings, quiet), moving, settings)
+    assert [row.source for row in rows] == [f"weights {MODEL_NAME}", "model/config.json"]
+    assert (rows[0].before, rows[0].after) == (before.weights[0].commit, commit)
+    assert rows[1].before != rows[1].after
+    first = sources.compare(None, before, moving, settings)
+    assert len(first) == 5 + 43 + 2
+    assert {row.before for row in first} == {""}
+
+
 def test_all_that_cannot_be_had_is_told_at_once(hub: Hub, registry: FakeRegistry, recipe: Recipe) -> None:
     registry.tags.clear()
     broken = change_image(recipe, engine_repository="/nowhere/engine.git")

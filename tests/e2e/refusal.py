@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -32,11 +33,12 @@ def _files(node: LabNode) -> dict[str, tuple[int, int]]:
 
 
 def _docker(node: LabNode, page: str) -> list[tuple[str, str]]:
-    with httpx.Client(transport=httpx.HTTPTransport(uds=f"{node.root}/run/docker.sock")) as client:
-        try:
-            found = client.get(f"http://docker{page}").json()
-        except httpx.ConnectError:
+    path = f"{node.root}/run/docker.sock"
+    with socket.socket(socket.AF_UNIX) as probe:
+        if probe.connect_ex(path):
             return []
+    with httpx.Client(transport=httpx.HTTPTransport(uds=path)) as client:
+        found = client.get(f"http://docker{page}").json()
     return [(item["Id"], item.get("State", "")) for item in found]
 
 

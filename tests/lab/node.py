@@ -1,5 +1,6 @@
 """One node of a running lab, as a test sees it: commands inside it, its daemons, and its scratch figures."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -187,7 +188,8 @@ class LabNode:
 
     def _signal_sshd(self, number: signal.Signals) -> None:
         for pid in processes_named(SSHD, self.pid):
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):  # a session that ended by itself
+                os.kill(pid, number)
 
     def _running(self, pid_file: str) -> bool:
         return self.run(["sh", "-c", f"kill -0 $(cat {pid_file})"], user="root", check=False).returncode == 0

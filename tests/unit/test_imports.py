@@ -34,15 +34,20 @@ CORE = (
     "plan",
 )
 COMMANDS = ("cli", "cli_*", "command_line")
+# Stories that are told beside those of lifecycle.
+TOLD = ("storage", "operations", "boot", "diagnose")
 # Who may import what is above the rooms.
 ABOVE = {
     "cli": ("__main__", "cli_*"),
     "output": COMMANDS,
     "tables": (*COMMANDS, "*_tables"),
     "bug_report": COMMANDS,
-    "lifecycle": (*COMMANDS, "storage"),
+    "lifecycle": (*COMMANDS, *TOLD),
     "storage": COMMANDS,
-    "planning": ("lifecycle",),
+    "operations": COMMANDS,
+    "boot": COMMANDS,
+    "diagnose": COMMANDS,
+    "planning": ("lifecycle", "attempt"),
     "progress": ("output", "*tables"),
 }
 ROOMS = {
@@ -55,6 +60,7 @@ ROOMS = {
     "image",
     "tuning",
     "adoption",
+    "around",
     "prune",
     "engine",
     "verify",
@@ -62,9 +68,15 @@ ROOMS = {
     "status_look",
 }
 # What joins rooms: the stories themselves, and what can be said before any node is there.
-STORIES = {"lifecycle", "storage", "planning", "blueprint", "recipe_check"}
+STORIES = {"lifecycle", *TOLD, "attempt", "planning", "blueprint", "recipe_check"}
 # Preflight rules read the facts of two rooms; tables show sizes as the rules do.
-ROOM_EXCEPTIONS = {("checks", "system"), ("checks", "link"), ("tables", "checks"), ("recipe_tables", "checks")}
+ROOM_EXCEPTIONS = {
+    ("checks", "system"),
+    ("checks", "link"),
+    ("tables", "checks"),
+    ("recipe_tables", "checks"), ("weights_tables", "checks"),
+    ("operate_tables", "checks"),
+}
 SLOW = {"docker", "paramiko", "httpx", "huggingface_hub", "jinja2"}
 FACES = {"typer", "rich"}
 MAY_HAVE_FACES = (*COMMANDS, "progress", "*tables", "output")

@@ -1,0 +1,116 @@
+"""What the commands of a running pair show: for people as lines and tables, for programs as rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from sparkserve.checks import show_size
+from sparkserve.progress import amount, duration
+from sparkserve.tables import make_table
+
+if TYPE_CHECKING:
+    from sparkserve.around import AroundFacts, GpuFacts, Trend
+    from sparkserve.diagnose import Archive
+    from sparkserve.operations import View
+    from sparkserve.records import Record
+    from sparkserve.watch import Event
+
+_FIGURES = {"requests_running": "running", "requests_waiting": "waiting", "tokens_per_second": "tokens/s"}
+
+
+def status_data(found: View) -> dict[str, Any]:
+    """Give a status as plain data."""
+    data = found.status.data()
+    data["context"] = found.context
+    for role, node in data["nodes"].items():
+        node["around"] = found.around.get(role)
+        node["trend"] = found.trends.get(role)
+    return data
+
+
+def status_view(found: View) -> list[Table | str]:
+    """Show how the pair is on one screen: the state and why, then what each node has."""
+    data, verdict = found.status.data(), found.status.verdict
+    shown = [f"{name} {data[key]:.0f}" for key, name in _FIGURES.items() if data[key] is not None]
+    if found.context:
+        shown.insert(0, f"context {found.context:,}")
+    if data["uptime_seconds"] is not None:
+        shown.insert(0, f"up {duration(data['uptime_seconds'])}")
+    table = make_table("node", "container", "memory available", "trend", "swap used", "GPU", "link")
+    for role, node in data["nodes"].items():
+        memory = f"{show_size(node['memory_available_bytes'])} of {show_size(node['memory_total_bytes'])}"
+        trend, around = found.trends.get(role), found.around.get(role)
+        cells = (_memory_trend(trend), show_size(node["swap_used_bytes"]), _gpu(around), _link(around, trend))
+        table.add_row(role, Text(node["container"]), memory, *(Text(cell) for cell in cells))
+    for role, error in found.status.unseen.items():
+        table.add_row(role, Text(f"could not look: {error.message}"))
+    return [f"{verdict.state}: {'; '.join(verdict.reasons)}\n{', '.join(shown)}".rstrip(), table]
+
+
+def status_line(found: View) -> str:
+    """Say how the pair is in one line, for a pipe."""
+    data, verdict = found.status.data(), found.status.verdict
+    shown = [f"{name} {data[key]:.0f}" for key, name in _FIGURES.items() if data[key] is not None]
+    parts = (time.strftime("%H:%M:%S"), verdict.state, ", ".join(shown), "; ".join(verdict.reasons))
+    return "  ".join(filter(None, parts))
+
+
+def _memory_trend(trend: Trend | None) -> str:
+    if trend is None or trend.memory_per_hour is None:
+        return ""
+    return f"{trend.memory_per_hour / 2**30:+.2f} GiB/h over {trend.hours:.1f} h"
+
+
+def _gpu(around: AroundFacts | None) -> str:
+    gpu: GpuFacts | None = around.gpu if around else None
+    if gpu is None:
+        return "no answer" if around else ""
+    values = ((gpu.clock_mhz, "MHz"), (gpu.power_watts, "W"), (gpu.temperature, "C"), (gpu.busy_percent, "% busy"))
+    return ", ".join(f"{value:.0f} {unit}" for value, unit in values if value is not None)
+
+
+def _link(around: AroundFacts | None, trend: Trend | None) -> str:
+    if around is None:
+        return ""
+    speed = f", {around.speed_mbps / 1000:g} Gbit/s" if around.speed_mbps else ""
+    new = ", ".join(f"{name} +{count}" for name, count in trend.new_errors.items()) if trend else ""
+    return f"{around.interface or 'none'} {'up' if around.up else 'down'}{speed}, {new or 'no new errors'}"
+
+
+def event_line(event: Event) -> str:
+    """Show one event of a watch."""
+    return f"{_moment(event.at)}  {event.kind.replace('_', ' ')}: {event.text}"
+
+
+def history_rows(found: Sequence[Record]) -> list[dict[str, Any]]:
+    """Give the recorded starts without what only brings a pair back."""
+    return [{key: value for key, value in vars(record).items() if key != "pair"} for record in found]
+
+
+def history_table(found: Sequence[Record]) -> Table:
+    """Show the recorded starts, newest first."""
+    table = make_table("run", "when", "command", "recipe", "ending", "time", "why")
+    for record in found:
+        taken = duration(record.seconds) if record.seconds else ""
+        cells = (record.run, _moment(record.begun), record.command, record.recipe, record.ending, taken, record.error)
+        table.add_row(*(Text(cell) for cell in cells))
+    table.caption = f"{len(found)} starts; `sparkserve logs --run RUN` shows what was kept of one"
+    return table
+
+
+def archive_table(found: Archive) -> Table:
+    """Show what an archive holds."""
+    table = make_table("file", "size", "what it is")
+    for member in found.members:
+        table.add_row(member.name, amount(member.size), Text(member.what))
+    table.caption = f"written to {found.path}; it holds no token and no key: look before you send it"
+    return table
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

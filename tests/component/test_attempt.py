@@ -1,0 +1,96 @@
+"""A start as an attempt: its record, what changed since one worked, and the pair that comes back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkserve import attempt, records
+from sparkserve.engine import gather
+from sparkserve.plan import ApplyReport, Plan, apply
+from sparkserve.planning import Starting
+from tests.component.docker_node import ours
+from tests.component.test_engine import Scene, good
+from tests.fakes import RecordingReporter
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path / "state", answers=good)
+
+
+def make(scene: Scene, *, run: str, replaces: str = "", **more: Any) -> ApplyReport:
+    launch = replace(scene.launch(**more), run=run)
+    changes = scene.plan_of(launch)
+    links: Any = {}
+    start = Starting(changes, links, launch, replaces)
+    carry = lambda plan: apply(plan, RecordingReporter())  # noqa: E731 - as short as it gets
+    return attempt.make(attempt.Attempt(scene.deployment, start, scene.directory, "start", carry), Plan(tuple(changes)))
+
+
+def endings(scene: Scene) -> list[tuple[str, str]]:
+    return [(one.run, one.ending) for one in records.read_records(scene.directory / "runs")]
+
+
+def test_an_attempt_that_answers_is_recorded(scene: Scene) -> None:
+    report = make(scene, run="run-1")
+    assert not report.failed
+    assert endings(scene) == [("run-1", "answered")]
+
+
+def test_a_failed_attempt_tells_what_changed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(scene, run="run-1")
+    record = records.read_records(scene.directory / "runs")[0]
+    records.save_record(
+        scene.directory / "runs", replace(record, decided={**record.decided, "kernel of the head": "1"})
+    )
+    for node in scene.nodes:
+        node.containers.clear()
+    scene.head.refusal = "something else"
+    (_, error), *_ = make(scene, run="run-2").failed
+    assert "changed since run run-1, the last that answered:\n  kernel of the head: 1 -> not set" in error.details
+    assert endings(scene) == [("run-2", "failed"), ("run-1", "answered")]
+
+
+def test_the_replaced_pair_comes_back(scene: Scene) -> None:
+    make(scene, run="run-1")
+    for rank, node in enumerate(scene.nodes):
+        node.containers = [ours(rank, run="run-1", spec="sha256:old")]
+    refusals = iter(["no such flag"])
+    real = scene.head.create_container
+
+    def create(**options: Any) -> dict[str, str]:
+        scene.head.refusal = next(refusals, "")
+        return real(**options)
+
+    scene.head.create_container = create  # type: ignore[method-assign] # the first start fails, the one back does not
+    (_, error), *_ = make(scene, run="run-2", replaces="run-1").failed
+    assert "run run-1) was brought back: answered" in error.details
+    back = [container.labels["sparkserve.run"] for node in scene.nodes for container in node.containers]
+    assert back == ["run-1", "run-1"]
+
+
+def test_a_pair_that_never_answered_does_not_come_back(scene: Scene) -> None:
+    for rank, node in enumerate(scene.nodes):
+        node.containers = [ours(rank, run="run-0", spec="sha256:old")]
+    scene.head.refusal = "no such flag"
+    (_, error), *_ = make(scene, run="run-2", replaces="run-0").failed
+    assert "brought back" not in error.details
+    assert not any(node.containers for node in scene.nodes)
+
+
+def test_an_interrupted_attempt_is_recorded(scene: Scene) -> None:
+    launch = scene.launch()
+    links: Any = {}
+
+    def carry(_plan: Plan) -> ApplyReport:
+        raise KeyboardInterrupt
+
+    start = Starting([], links, launch)
+    with pytest.raises(KeyboardInterrupt):
+        attempt.make(attempt.Attempt(scene.deployment, start, scene.directory, "start", carry), Plan(()))
+    assert endings(scene) == [("run-2", "interrupted")]
+    assert gather(scene.cluster.head).containers == ()

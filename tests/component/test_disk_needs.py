@@ -1,0 +1,96 @@
+"""The room that a plan needs on each node, by file system: what is there already is not asked for again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sparkserve.inventory import list_items
+from sparkserve.plan import Change, Work
+from sparkserve.planning import disk_needs, look_for_weights
+from tests.component.weights_stage import KIB, RECIPE, Pair, pair, serving
+from tests.lab.hub import Hub
+from tests.lab.model_repo import make_bench_repo
+from tests.lab.repo_store import ModelRepo
+
+SIZES = [3 << 20, 700 * KIB, 300 * KIB]
+LARGE = "file-00001.bin"
+
+
+@pytest.fixture(scope="module")
+def repo(tmp_path_factory: pytest.TempPathFactory) -> ModelRepo:
+    return make_bench_repo(tmp_path_factory.mktemp("repos"), SIZES)
+
+
+@pytest.fixture
+def hub(repo: ModelRepo) -> Iterator[Hub]:
+    with serving(repo.root) as running:
+        yield running
+
+
+@pytest.fixture
+def stage(repo: ModelRepo, hub: Hub, tmp_path: Path) -> Iterator[Pair]:
+    with pair(repo, hub.endpoint, tmp_path / "nodes") as found:
+        yield found
+
+
+def needs(stage: Pair, *more: Change) -> dict[tuple[str, str, str], int]:
+    found = disk_needs(stage.deployment, [*stage.changes(), *more])
+    return {(need.node, need.place, need.what): need.size for need in found if need.size}
+
+
+def change(node: str, step: str, size: int) -> Change:
+    def act(work: Work) -> str:
+        raise AssertionError("only counted")
+
+    return Change(node, step, "x", "absent", "there", act, size=size)
+
+
+def test_missing_files_count_whole_and_partials_what_is_left(stage: Pair) -> None:
+    assert needs(stage) == {(role, "models", "weights"): sum(SIZES) for role in ("head", "worker")}
+    (item,) = [item for item in list_items(stage.deployment.lock) if item.file.path == LARGE]
+    partial = Path(item.partial_path(stage.node("worker")))
+    partial.parent.mkdir(parents=True)
+    with partial.open("wb") as file:
+        file.write(bytes(1 << 20))
+        file.truncate(SIZES[0])
+    found = needs(stage)
+    assert found["worker", "models", "weights"] == sum(SIZES) - (1 << 20)
+    assert found["head", "models", "weights"] == sum(SIZES)
+
+
+def test_adopted_files_and_files_that_only_need_a_proof_take_no_room(stage: Pair, tmp_path: Path) -> None:
+    stage.fill("worker")
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / LARGE).write_bytes(stage.repo.source(LARGE).read_bytes())
+    look_for_weights(stage.deployment, [f"head:{theirs}"], print, only_assume=True)
+    assert needs(stage) == {("head", "models", "weights"): sum(SIZES[1:])}
+
+
+def test_a_file_that_is_short_is_fetched_whole_beside_itself(stage: Pair) -> None:
+    stage.fill("head", "worker")
+    with stage.path("worker", LARGE).open("r+b") as file:
+        file.truncate(SIZES[0] - 1)
+    assert needs(stage) == {("worker", "models", "weights"): SIZES[0]}
+
+
+def test_an_image_takes_twice_its_size_where_it_is_loaded(stage: Pair) -> None:
+    stage.fill("head", "worker")
+    found = needs(stage, change("head", "build", 100), change("worker", "ship", 100), change("worker", "derive", 7))
+    assert found == {
+        ("head", "docker", "engine image"): 100,
+        ("worker", "docker", "engine image"): 200,
+        ("worker", "cache", "derived files"): 7,
+    }
+
+
+def test_a_first_start_writes_its_caches_on_both_nodes(stage: Pair) -> None:
+    stage.fill("head", "worker")
+    recipe = RECIPE.model_copy(update={"memory": RECIPE.memory.model_copy(update={"first_start_disk_bytes": 106})})
+    stage = Pair(replace(stage.deployment, recipe=recipe), stage.repo)
+    found = needs(stage, change("head", "start", 0))
+    assert found == {(role, "cache", "what the first start writes"): 106 for role in ("head", "worker")}

@@ -1,0 +1,153 @@
+"""Another recipe, another setting, and the way back to the pair that answered; what each start leaves behind."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from io import BytesIO
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_engine_faults import RANKS, names, state, text_of
+from tests.lab.pair import HOME, TOKEN, Pair
+
+pytestmark = pytest.mark.faults
+OTHER = f"{HOME}/recipes/other"
+
+
+@pytest.fixture
+def other(serving: Pair) -> Pair:
+    """A serving pair, and beside it a recipe that serves under another name."""
+    text = 'schema = 1\nextends = "lab"\nname = "other"\n[parameters]\nmodel_name = "Other"\n'
+    serving.write(f"{OTHER}/recipe.toml", text)
+    serving.head.run(["sh", "-c", "rm -f ~/sparkserve.other.lock.json"])
+    return serving
+
+
+def served(pair: Pair) -> list[str]:
+    answer = pair.head.run(["curl", "-sf", "http://127.0.0.1:8888/v1/models"]).stdout
+    return [item["id"] for item in json.loads(answer)["data"]]
+
+
+def runs(pair: Pair) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = pair.ask("history")["data"]["runs"]
+    return found
+
+
+def test_a_switch_makes_everything_ready_first_and_every_look_follows_it(other: Pair) -> None:
+    answer = other.ask("start", "--recipe", OTHER)
+    assert answer["exit_code"] == 0, answer["errors"]
+    steps = [item["key"].split("/")[1] for item in answer["data"]["applied"]]
+    assert "ship" in steps[: steps.index("start")], "the new image comes before the old pair goes"
+    assert served(other) == ["Other"]
+    assert state(other)[0] == "running"
+    assert other.ask("status", "--recipe", f"{HOME}/recipes/lab")["data"]["reasons"][0].endswith(
+        "serves recipe other, not lab"
+    )
+    assert other.ask("start")["exit_code"] == 0
+    assert served(other) != ["Other"]
+    assert state(other)[0] == "running"
+
+
+def test_a_switch_that_cannot_be_prepared_leaves_the_pair_alone(other: Pair) -> None:
+    before = [node.docker("ps", "-q") for node in other.lab.nodes]
+    text = other.head.run(["cat", f"{HOME}/recipes/lab/recipe.toml"]).stdout.decode()
+    engine = next(line for line in text.splitlines() if line.startswith("engine_repository"))
+    other.write(
+        f"{OTHER}/recipe.toml", text.replace(engine, f'{engine[:-5]}nosuch.git"').replace('"lab"', '"other"', 1)
+    )
+    assert other.ask("start", "--recipe", OTHER)["exit_code"] != 0
+    assert [node.docker("ps", "-q") for node in other.lab.nodes] == before
+    assert state(other)[0] == "running"
+
+
+def test_the_pair_that_answered_comes_back(other: Pair) -> None:
+    before = [
+        node.docker("inspect", "--format", "{{.Args}}", name) for node, name in zip(other.lab.nodes, RANKS, strict=True)
+    ]
+    bad = 'schema = 1\nextends = "lab"\nname = "other"\n[launch]\nmore_argv = ["--no-such-flag"]\n'
+    other.write(f"{OTHER}/recipe.toml", bad)
+    answer = other.ask("start", "--recipe", OTHER)
+    assert answer["exit_code"] == 1
+    told = text_of(answer)
+    assert "the earlier pair (lab, run " in told
+    assert "was brought back: answered" in told
+    assert state(other)[0] == "running"
+    after = [
+        node.docker("inspect", "--format", "{{.Args}}", name) for node, name in zip(other.lab.nodes, RANKS, strict=True)
+    ]
+    assert after == before
+    assert other.sparkserve("start").stdout.strip() == b"No changes"
+
+
+def test_a_setting_that_breaks_the_engine_is_named_and_undone(serving: Pair) -> None:
+    serving.write_settings(SPARKSERVE_EXTRA_ARGS="--no-such-flag")
+    answer = serving.ask("start")
+    assert answer["exit_code"] == 1
+    told = text_of(answer)
+    assert "changed since run" in told
+    assert "SPARKSERVE_EXTRA_ARGS: not set -> ('--no-such-flag',)" in told
+    assert "was brought back" in told
+    serving.write_settings()
+    assert serving.ask("start")["data"]["changes"] == []
+    endings = [run["ending"] for run in runs(serving)]
+    assert endings[:2] == ["failed", "answered"]
+
+
+def test_both_failing_is_told_and_leaves_nothing(serving: Pair) -> None:
+    serving.write_settings(SPARKSERVE_CONTEXT="32768")
+    serving.script_engine(exit_at={"at": "loading", "code": 3, "log": ["ValueError: broken for good"]})
+    answer = serving.ask("start")
+    assert answer["exit_code"] == 1
+    assert "did not come back either" in text_of(answer)
+    assert names(serving) == []
+
+
+def test_records_and_saved_logs_of_a_run(serving: Pair) -> None:
+    run = runs(serving)[0]
+    assert (run["ending"], run["command"]) == ("answered", "start")
+    assert any(name.startswith("rank 0: loading layers") for name in run["phases"])
+    assert serving.ask("stop")["exit_code"] == 0
+    lines = serving.ask("logs", "--run", run["run"])["data"]["lines"]
+    assert {line["rank"] for line in lines} == {0, 1}
+    assert serving.ask("logs", "--run", "last", "--grep", "engine ready")["data"]["lines"]
+    assert serving.ask("logs", "--run", "nosuch")["errors"][0]["code"] == "run_unknown"
+    assert serving.sparkserve("logs", "--run", "last", "--follow").returncode == 2
+
+
+def test_an_archive_for_a_bug_report(serving: Pair) -> None:
+    answer = serving.ask("diagnose", "--to", HOME)
+    assert answer["exit_code"] == 0
+    path = answer["data"]["path"]
+    assert serving.head.run(["stat", "-c", "%a", path]).stdout.strip() == b"600"
+    content = serving.head.run(["cat", path]).stdout
+    with tarfile.open(fileobj=BytesIO(content)) as archive:
+        texts = {name.partition("/")[2]: _read(archive, name) for name in archive.getnames()}
+    assert set(texts) == {member["name"] for member in answer["data"]["members"]}
+    for text in texts.values():
+        assert TOKEN not in text
+        assert serving.head.password not in text
+    facts = json.loads(texts["worker.json"])
+    assert facts["ours"]["containers"][0]["name"] == RANKS[1]
+    assert facts["around"]["gpu"]["clock_mhz"] == 208
+    assert facts["link"]["interface"] == serving.worker.link_interface
+    assert "engine ready" in texts["logs.txt"]
+    assert json.loads(texts["plan.json"])["specs"]["head"]["name"] == RANKS[0]
+
+
+def _read(archive: tarfile.TarFile, name: str) -> str:
+    member = archive.extractfile(name)
+    assert member is not None
+    return member.read().decode()
+
+
+def test_an_archive_without_a_worker_says_so(serving: Pair) -> None:
+    serving.worker.stop_sshd()
+    try:
+        answer = serving.ask("diagnose", "--to", HOME)
+    finally:
+        serving.worker.start_sshd()
+    assert answer["exit_code"] == 0
+    content = serving.head.run(["tar", "-xzOf", answer["data"]["path"], "--wildcards", "*/worker.json"]).stdout
+    assert "cannot reach" in json.loads(content)["could not look"]

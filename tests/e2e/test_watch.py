@@ -1,0 +1,146 @@
+"""The supervisor on two real nodes: what breaks is named within 3 s, and the pair, never one rank, is started again."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from tests.e2e.test_engine_faults import RANKS, names, state
+from tests.e2e.watching import watching
+from tests.lab.pair import HOME, Pair
+
+pytestmark = pytest.mark.faults
+NAMED_SECONDS = 3.0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_and_the_pair_restarted_once(serving: Pair, rank: int) -> None:
+    before = [node.docker("ps", "-q") for node in serving.lab.nodes]
+    with watching(serving) as watch:
+        watch.wait_for("running")
+        killed = time.time()
+        serving.lab.nodes[rank].docker("kill", RANKS[rank])
+        named = next(event for event in watch.events_after(killed) if event["kind"] in ("degraded", "stopped"))
+        assert named["at"] - killed < NAMED_SECONDS
+        assert f"rank {rank}" in named["text"] or RANKS[rank] in named["text"], named
+        restarted = watch.wait_for("restarted", 30)
+        assert "answered" in restarted["text"]
+        assert watch.kinds().count("restarting") == 1
+    assert state(serving)[0] == "running"
+    assert not {*before} & {node.docker("ps", "-q") for node in serving.lab.nodes}
+
+
+def test_a_rank_that_stands_still_is_named_and_the_pair_restarted(serving: Pair) -> None:
+    with watching(serving) as watch:
+        watch.wait_for("running")
+        stopped = time.time()
+        top = serving.worker.docker("top", RANKS[1], "-eo", "pid,args").splitlines()
+        serving.worker.run(["kill", "-STOP", top[-1].split()[0]], user="root")
+        assert watch.wait_for("degraded")["at"] - stopped < NAMED_SECONDS
+        watch.wait_for("restarted", 30)
+    assert state(serving)[0] == "running"
+
+
+def test_completions_that_fail_are_found_by_the_rare_token(serving: Pair) -> None:
+    with watching(serving) as watch:
+        watch.wait_for("running")
+        serving.script_engine(completions="fail", load_seconds_later=0)
+        watch.wait_for("degraded", 40)
+        assert "the engine failed" in watch.wait_for("restart_failed", 40)["text"]
+
+
+def test_a_circuit_breaker_leaves_it_down_and_says_why(serving: Pair) -> None:
+    serving.write_settings(SPARKSERVE_RESTARTS_PER_HOUR="1")
+    with watching(serving) as watch:
+        watch.wait_for("running")
+        serving.script_engine(exit_at={"at": "loading", "code": 3, "log": ["ValueError: broken for good"]})
+        serving.worker.docker("kill", RANKS[1])
+        assert "ValueError: broken for good" in str(watch.wait_for("restart_failed", 30)) or names(serving) == []
+        assert "stays down until `sparkserve start`" in watch.wait_for("gave_up", 30)["text"]
+        time.sleep(3)
+        assert watch.kinds().count("restarting") == 1
+        assert names(serving) == []
+        serving.script_engine()
+        assert serving.ask("start")["exit_code"] == 0
+        serving.head.docker("kill", RANKS[0])
+        watch.wait_for("restarted", 30)
+
+
+def test_what_the_owner_stopped_stays_stopped(serving: Pair) -> None:
+    with watching(serving) as watch:
+        watch.wait_for("running")
+        assert serving.ask("stop")["exit_code"] == 0
+        watch.wait_for("stopped")
+        time.sleep(3)
+        assert "restarting" not in watch.kinds()
+    assert names(serving) == []
+
+
+def test_a_worker_that_cannot_be_asked_is_no_reason_to_restart(serving: Pair) -> None:
+    before = [node.docker("ps", "-q") for node in serving.lab.nodes]
+    with watching(serving) as watch:
+        watch.wait_for("running")
+        serving.worker.pause_sshd()
+        try:
+            watch.wait_for("unknown", 30)
+        finally:
+            serving.worker.resume_sshd()
+        time.sleep(3)
+        assert "restarting" not in watch.kinds()
+        assert watch.kinds()[-1] == "running"
+    assert [node.docker("ps", "-q") for node in serving.lab.nodes] == before
+
+
+def test_both_docker_engines_restarted_as_after_a_reboot(serving: Pair) -> None:
+    with watching(serving) as watch:
+        watch.wait_for("running")
+        for node in serving.lab.nodes:
+            node.stop_docker()
+        watch.wait_for("unknown", 30)
+        for node in serving.lab.nodes:
+            node.start_docker()
+        watch.wait_for("restarted", 60)
+    assert state(serving)[0] == "running"
+
+
+def test_the_owners_command_gets_each_event(serving: Pair) -> None:
+    told = f"{HOME}/told"
+    serving.write(f"{HOME}/tell", f"#!/bin/sh\ncat >> {told}; echo >> {told}\n", mode="755")
+    serving.write_settings(SPARKSERVE_WATCH_COMMAND=f"{HOME}/tell")
+    with watching(serving) as watch:
+        watch.wait_for("running")
+        serving.worker.docker("kill", RANKS[1])
+        watch.wait_for("restarted", 30)
+    lines = serving.head.run(["cat", told]).stdout.decode().split("\n")
+    kinds = {json.loads(line)["kind"] for line in lines if line}
+    assert {"running", "restarting", "restarted"} <= kinds
+
+
+def test_two_watches_are_one_too_many(serving: Pair) -> None:
+    with watching(serving) as watch:
+        watch.wait_for("running")
+        second = serving.sparkserve("watch", timeout=20)
+    assert second.returncode == 3
+    assert b"another command holds the lock" in second.stderr
+
+
+@pytest.mark.parametrize("script", [{"prefill_tokens_per_second": 2000}])
+def test_no_false_alarm_under_load(serving: Pair, script: dict[str, int]) -> None:
+    """Long prefills in every slot, and looks of all kinds beside it; the long version is `make bench ONLY=soak`."""
+    serving.script_engine(**script)
+    before = [node.docker("ps", "-q") for node in serving.lab.nodes]
+    text = " ".join(f"word{number}" for number in range(12_000))
+    body = json.dumps({"model": "DeepSeek-V4.1-Flash-1017", "prompt": text, "max_tokens": 1})
+    serving.write(f"{HOME}/prefill.json", body)
+    curl = "curl -sf -m 60 http://127.0.0.1:8888/v1/completions -H 'Content-Type: application/json' -d @prefill.json"
+    ask = f"for i in 1 2 3 4; do {curl} >/dev/null & done; wait"
+    with watching(serving) as watch, serving.head.popen(["sh", "-c", f"cd && {ask}"]) as load:
+        looks = []
+        while load.poll() is None:
+            looks.append(state(serving)[:2])
+        assert len(looks) > 3
+        assert set(looks) == {("running", 0)}
+        assert set(watch.kinds()) == {"running"}
+    assert [node.docker("ps", "-q") for node in serving.lab.nodes] == before
