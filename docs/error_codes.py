@@ -77,17 +77,16 @@ def _assigned_before(line: int, function: ast.AST) -> Scope:
 def _text(node: ast.expr | None, scope: Scope) -> str:
     """Read what can be read of an expression's text."""
     match node:
-        case None:
-            return ""
         case ast.Constant(value=str(text)):
-            return text
+            found = text
         case ast.JoinedStr(values=parts):
-            return "".join(part.value if isinstance(part, ast.Constant) else UNKNOWN for part in parts)  # type: ignore[misc]
+            found = "".join(str(part.value) if isinstance(part, ast.Constant) else UNKNOWN for part in parts)
         case ast.Name(id=name):
-            return scope.get(name, UNKNOWN)
+            found = scope.get(name, UNKNOWN)
         case ast.IfExp(body=first):
-            return _text(first, scope)
+            found = _text(first, scope)
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _text(left, scope) + _text(right, scope)
+            found = _text(left, scope) + _text(right, scope)
         case _:
-            return UNKNOWN
+            found = UNKNOWN if node else ""
+    return found

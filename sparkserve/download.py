@@ -200,6 +200,6 @@ def _disk_error(error: OSError, path: Path, size: int) -> SparkserveError:
     """Every other failure is a `Trouble` by now: what is left came from the file system."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text = f"no room left in {path.parent}; {path.name} needs {size} bytes in all"
-        hint = f"free some space (df -h {path.parent}), then run the same command again: what has arrived is kept"
+        hint = "free some space there, then run the same command again: what has arrived is kept"
         return SparkserveError("disk_full", text, hint)
     return SparkserveError("disk_failed", f"cannot write {path}: {error.strerror}", "look at its owner and at `dmesg`")

@@ -25,6 +25,7 @@ class LockedTemplate(Data):
 
     repository: str = Field(pattern=REPOSITORY)
     commit: str = Field(pattern=r"^[0-9a-f]{40}$")
+    asked: str = Field("", description="Revision that was resolved to the commit")
     file: ManifestFile
 
 
@@ -34,6 +35,7 @@ class LockedImage(Data):
     base: str = Field("", description="Base image as name@sha256:…")
     engine_repository: str = ""
     engine_commit: str = Field("", pattern=r"^([0-9a-f]{40})?$")
+    engine_asked: str = Field("", description="Revision that was resolved to the engine's commit")
     reference: str = Field("", description="Finished image as name@sha256:…")
 
 
@@ -164,7 +166,7 @@ def _other_weights(lock: Lock, recipe: Recipe) -> Iterator[str]:
         manifest = locked.get(weights.name)
         if manifest is None:
             continue
-        if not _same_source(manifest.repository, manifest.commit, weights.repository, weights.revision):
+        if not _is_source(manifest, weights.repository, weights.revision):
             wanted = f"{weights.repository} at {weights.revision}"
             yield f"it locks {manifest.repository} at {manifest.commit}, the recipe wants {wanted}"
         if weights.files not in (None, len(manifest.files)):
@@ -178,7 +180,7 @@ def _other_template(lock: Lock, recipe: Recipe) -> Iterator[str]:
         if found or wanted:
             yield f"it locks {'a' if found else 'no'} chat template"
         return
-    if not _same_source(found.repository, found.commit, wanted.repository, wanted.revision):
+    if not _is_source(found, wanted.repository, wanted.revision):
         yield f"it locks the chat template of {found.repository} at {found.commit}"
     elif found.file.path != wanted.path or wanted.git_sha1 not in (None, found.file.git_sha1):
         yield f"it locks the chat template {found.file.path} with the git hash {found.file.git_sha1}"
@@ -187,7 +189,7 @@ def _other_template(lock: Lock, recipe: Recipe) -> Iterator[str]:
 def _other_engine(image: LockedImage, recipe: Recipe, settings: Settings) -> Iterator[str]:
     repository = settings.engine_repository or recipe.image.engine_repository
     revision = settings.engine_revision or recipe.image.engine_revision
-    if not _same_source(image.engine_repository, image.engine_commit, repository, revision):
+    if image.engine_repository != repository or not _is_at(image.engine_commit, image.engine_asked, revision):
         yield f"it locks engine {image.engine_repository} at {image.engine_commit}, not {repository} at {revision}"
     name, _, digest = image.base.partition("@")
     base = recipe.image.base.partition("@")[0]
@@ -205,9 +207,11 @@ def _denied(manifest: Manifest, deny_sha256: tuple[str, ...]) -> list[str]:
     ]
 
 
-def _same_source(repository: str, commit: str, wanted_repository: str, wanted_revision: str) -> bool:
-    """Whether a commit can be what a revision named; a branch or tag can be any commit, hex digits must match."""
-    if repository != wanted_repository:
-        return False
-    is_hex = len(wanted_revision) >= 7 and all(character in "0123456789abcdef" for character in wanted_revision)
-    return commit.startswith(wanted_revision) if is_hex else True
+def _is_source(locked: Manifest | LockedTemplate, repository: str, revision: str) -> bool:
+    return locked.repository == repository and _is_at(locked.commit, locked.asked, revision)
+
+
+def _is_at(commit: str, asked: str, revision: str) -> bool:
+    """Whether a commit is what a revision names: hex digits must match, a branch or tag is what was asked for then."""
+    is_hex = len(revision) >= 7 and all(character in "0123456789abcdef" for character in revision)
+    return commit.startswith(revision) if is_hex else asked in ("", revision)

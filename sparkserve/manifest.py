@@ -61,6 +61,7 @@ class Manifest(BaseModel):
     name: str
     repository: str = Field(pattern=REPOSITORY)
     commit: str = Field(pattern=r"^[0-9a-f]{40}$")
+    asked: str = Field("", description="Revision that was resolved to the commit")
     files: tuple[ManifestFile, ...]
 
     @model_validator(mode="after")

@@ -62,7 +62,9 @@ def resolve(recipe: Recipe, settings: Settings, report: Callable[[str], None]) -
         repository, revision = engine_source(recipe, settings)
         commit = attempt(f"engine {repository}", partial(_find_engine, repository, revision))
         base = attempt(f"base image {recipe.image.base}", partial(_find_base, recipe.image))
-        image = LockedImage(base=base or "", engine_repository=repository, engine_commit=commit or "")
+        image = LockedImage(
+            base=base or "", engine_repository=repository, engine_commit=commit or "", engine_asked=revision
+        )
     else:
         reference = attempt("engine image", partial(_find_reference, recipe.image, settings))
         image = LockedImage(reference=reference or "")
@@ -153,7 +155,9 @@ def _find_weights(settings: Settings, weights: Weights) -> Manifest:
     if denied:
         message = f"{where}: {', '.join(denied)} has the content of an older release that must not be served"
         raise SparkserveError("files_denied", message, "look at `repository` and `revision` in the recipe")
-    return Manifest(name=weights.name, repository=weights.repository, commit=commit, files=tuple(files))
+    return Manifest(
+        name=weights.name, repository=weights.repository, commit=commit, asked=weights.revision, files=tuple(files)
+    )
 
 
 def _is_wanted(path: str, weights: Weights) -> bool:
@@ -173,7 +177,7 @@ def _find_template(settings: Settings, template: ChatTemplate) -> LockedTemplate
         message = f"{template.path} of {template.repository} has the git hash {file.git_sha1}"
         hint = "the template was changed at its source: look at it before you change `git_sha1` in the recipe"
         raise SparkserveError("template_differs", f"{message}; needed: {template.git_sha1}", hint)
-    return LockedTemplate(repository=template.repository, commit=commit, file=file)
+    return LockedTemplate(repository=template.repository, commit=commit, asked=template.revision, file=file)
 
 
 def _prove_by_hash(settings: Settings, repository: str, siblings: Sequence[RepoSibling]) -> list[ManifestFile]:

@@ -41,7 +41,7 @@ def test_an_attempt_that_answers_is_recorded(scene: Scene) -> None:
     assert endings(scene) == [("run-1", "answered")]
 
 
-def test_a_failed_attempt_tells_what_changed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_attempt_tells_what_changed(scene: Scene) -> None:
     make(scene, run="run-1")
     record = records.read_records(scene.directory / "runs")[0]
     records.save_record(
@@ -55,7 +55,8 @@ def test_a_failed_attempt_tells_what_changed(scene: Scene, monkeypatch: pytest.M
     assert endings(scene) == [("run-2", "failed"), ("run-1", "answered")]
 
 
-def test_the_replaced_pair_comes_back(scene: Scene) -> None:
+def test_the_replaced_pair_comes_back(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "address_of", lambda *_: scene.launch().endpoint)
     make(scene, run="run-1")
     for rank, node in enumerate(scene.nodes):
         node.containers = [ours(rank, run="run-1", spec="sha256:old")]

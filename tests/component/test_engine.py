@@ -25,7 +25,6 @@ from tests.fakes import FakeHost, FakeSession, RecordingReporter, RecordingWork
 from tests.unit.cases import wait_for
 from tests.unit.deployments import FILES, IMAGE, LINKS, make_deployment, make_pair
 
-
 TEE = ["tee", "/proc/sys/vm/drop_caches"]
 DROP_CACHES = {False: TEE, True: ["sudo", "-n", "--", *TEE]}
 

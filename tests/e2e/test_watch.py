@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import threading
 import time
 
 import pytest
 
+from tests.e2e.load import fill_every_slot
 from tests.e2e.test_engine_faults import RANKS, names, state
-from tests.e2e.watching import watching
+from tests.e2e.watching import Watching, watching
 from tests.lab.pair import HOME, Pair
 
 pytestmark = pytest.mark.faults
@@ -126,21 +130,46 @@ def test_two_watches_are_one_too_many(serving: Pair) -> None:
     assert b"another command holds the lock" in second.stderr
 
 
-@pytest.mark.parametrize("script", [{"prefill_tokens_per_second": 2000}])
-def test_no_false_alarm_under_load(serving: Pair, script: dict[str, int]) -> None:
-    """Long prefills in every slot, and looks of all kinds beside it; the long version is `make bench ONLY=soak`."""
-    serving.script_engine(**script)
+def test_no_false_alarm_under_load(serving: Pair) -> None:
+    """Long prefills in every slot, and looks beside them; `SOAK_SECONDS=900 make bench ONLY=soak` does it longer."""
+    serving.script_engine(prefill_tokens_per_second=2000)
     before = [node.docker("ps", "-q") for node in serving.lab.nodes]
-    text = " ".join(f"word{number}" for number in range(12_000))
-    body = json.dumps({"model": "DeepSeek-V4.1-Flash-1017", "prompt": text, "max_tokens": 1})
-    serving.write(f"{HOME}/prefill.json", body)
-    curl = "curl -sf -m 60 http://127.0.0.1:8888/v1/completions -H 'Content-Type: application/json' -d @prefill.json"
-    ask = f"for i in 1 2 3 4; do {curl} >/dev/null & done; wait"
-    with watching(serving) as watch, serving.head.popen(["sh", "-c", f"cd && {ask}"]) as load:
-        looks = []
-        while load.poll() is None:
+    ended, served, looks = threading.Event(), [], []
+    load = threading.Thread(target=lambda: served.append(fill_every_slot(serving, ended)))
+    with watching(serving) as watch:
+        load.start()
+        for _ in range(8):
             looks.append(state(serving)[:2])
-        assert len(looks) > 3
-        assert set(looks) == {("running", 0)}
+        ended.set()
+        load.join()
         assert set(watch.kinds()) == {"running"}
+    assert set(looks) == {("running", 0)}
+    assert served[0] >= 4
     assert [node.docker("ps", "-q") for node in serving.lab.nodes] == before
+
+
+def test_a_unit_that_watches_after_a_reboot(serving: Pair) -> None:
+    shown = serving.sparkserve("service", "show").stdout.decode()
+    assert "absent" in shown
+    assert serving.sparkserve("service", "install", "--dry-run").returncode == 0
+    assert serving.sparkserve("service", "show").stdout.decode() == shown
+    installed = serving.sparkserve("service", "install")
+    assert installed.returncode == 0, installed.stderr.decode()
+    unit = (serving.head.root / "etc/systemd/system/sparkserve.service").read_text()
+    assert unit in installed.stderr.decode(), "it shows what it writes"
+    calls = [json.loads(line) for line in (serving.head.root / "var/lib/lab/calls.log").read_text().splitlines()]
+    told = [" ".join(call["arguments"]) for call in calls if call["command"] == "systemctl"]
+    assert told[-2:] == ["--no-reload enable sparkserve.service", "start sparkserve.service"]
+    words = {line.partition("=")[0]: line.partition("=")[2] for line in unit.splitlines() if "=" in line}
+    begun = time.time()
+    argv = ["sh", "-c", f"cd {words['WorkingDirectory']} && exec env -i PATH=$PATH HOME={HOME} {words['ExecStart']}"]
+    with serving.head.popen(argv, user=words["User"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        watch = Watching(serving, begun)
+        watch.wait_for("running")
+        serving.worker.docker("kill", RANKS[1])
+        watch.wait_for("restarted", 30)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143
+    assert serving.sparkserve("service", "remove").returncode == 0
+    assert not (serving.head.root / "etc/systemd/system/sparkserve.service").exists()
+    assert state(serving)[0] == "running"

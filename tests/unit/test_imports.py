@@ -74,8 +74,10 @@ ROOM_EXCEPTIONS = {
     ("checks", "system"),
     ("checks", "link"),
     ("tables", "checks"),
-    ("recipe_tables", "checks"), ("weights_tables", "checks"),
+    ("recipe_tables", "checks"),
+    ("weights_tables", "checks"),
     ("operate_tables", "checks"),
+    ("command_line", "checks"),
 }
 SLOW = {"docker", "paramiko", "httpx", "huggingface_hub", "jinja2"}
 FACES = {"typer", "rich"}

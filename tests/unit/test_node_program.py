@@ -16,6 +16,7 @@ import pytest
 
 from sparkserve.cluster import NodeSession
 from sparkserve.errors import SparkserveError
+from sparkserve.hosts import LocalHost
 from tests.unit.cases import wait_for
 
 CONTENT = b"weights " * 4096
@@ -266,6 +267,28 @@ def test_settle(files: Files, session: NodeSession, tmp_path: Path) -> None:
     found = session.ask("settle", source=str(source), target=str(target), **fields)
     assert (found, target.read_bytes(), source.exists()) == ({"size": len(CONTENT)}, CONTENT, False)
     assert files.look(target)["digest"] == "d" * 64
+
+
+def test_what_we_made_stays_ours_when_it_is_read_again(files: Files, session: NodeSession, tmp_path: Path) -> None:
+    target = tmp_path / "f"
+    fields: dict[str, Any] = {"store": str(files.store), "algorithm": "sha256", "digest": "d" * 64}
+    session.ask("settle", source=str(files.make("part")), target=str(target), **fields)
+    theirs = files.make("theirs")
+    files.ask("hash", target, theirs)
+    store = json.loads(files.store.read_text())
+    assert {path: row.get("own") for path, row in store.items()} == {str(target): True, str(theirs): None}
+    assert store[str(target)]["digest"] == hashlib.sha256(CONTENT).hexdigest()
+
+
+def test_two_programs_that_remember_at_once_lose_nothing(files: Files) -> None:
+    paths = [files.make(f"f{number}") for number in range(40)]
+    sessions = [NodeSession(LocalHost("head")) for _ in range(2)]
+    rows = [[{"path": str(path), "algorithm": "sha256", "size": 1} for path in paths[half::2]] for half in range(2)]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda one, part: one.ask("hash", store=str(files.store), files=part), sessions, rows))
+    for one in sessions:
+        one.close()
+    assert set(json.loads(files.store.read_text())) == {str(path) for path in paths}
 
 
 def test_settle_replaces_a_link_and_not_what_it_points_to(files: Files, session: NodeSession, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import compileall
 import json
+import signal
 import statistics
 import subprocess
 import threading
@@ -10,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from tests.bench.figures import Figure
+from tests.e2e.watching import watching
 from tests.lab.node import LabNode
-from tests.lab.pair import Pair, paired
+from tests.lab.pair import SOURCE, Pair, paired
 
 RUNS = 5
 API = "http://127.0.0.1:8888"
@@ -20,6 +23,8 @@ INSTANT = {"load_seconds_first": 0, "load_seconds_later": 0}
 
 def measure() -> Iterator[Figure]:
     """Bring the lab up and take every figure there."""
+    # As an installer does: a node cannot write beside our source, and would compile it for every command.
+    compileall.compile_dir(SOURCE / "sparkserve", quiet=1)
     with paired() as pair:
         pair.reset()
         pair.script_engine(**INSTANT)
@@ -31,6 +36,9 @@ def measure() -> Iterator[Figure]:
         yield _start_over_docker(pair)
         yield _rank_killed_while_loading(pair)
         yield from _worker_gone(pair)
+        yield _named_by_watch(pair)
+        yield _lost_by_watching(pair)
+        yield _beside_sparkrun()
 
 
 def _succeed(pair: Pair, *words: str) -> dict[str, object]:
@@ -151,6 +159,61 @@ def _worker_gone(pair: Pair) -> Iterator[Figure]:
     if code != 6:
         raise RuntimeError(f"status of a pair with a lost worker ended with {code}")
     yield Figure("status_worker_gone_seconds", seconds, "s", 6.0)
+
+
+def _named_by_watch(pair: Pair) -> Figure:
+    """Kill rank 1 of a serving pair by turns with rank 0; the watch must name it, and brings the pair back."""
+    seconds = []
+    for rank in (1, 0, 1):
+        pair.reset()
+        pair.script_engine(**INSTANT)
+        _succeed(pair, "start")
+        with watching(pair) as watch:
+            watch.wait_for("running")
+            time.sleep(1.0)
+            killed = time.time()
+            pair.lab.nodes[rank].docker("kill", f"sparkserve-rank{rank}")
+            seconds.append(watch.events_after(killed)[0]["at"] - killed)
+            watch.wait_for("restarted", 60)
+    return Figure("watch_names_killed_rank_seconds", max(seconds), "s", 3.0)
+
+
+def _lost_by_watching(pair: Pair) -> Figure:
+    """Stream with and without anyone looking, by turns; the model's speed is set, so only disturbance can slow it."""
+    pair.reset()
+    pair.script_engine(**INSTANT, decode_tokens_per_second=100)
+    _succeed(pair, "start")
+    alone, watched = [], []
+    for _ in range(3):
+        alone.append(_stream_rate(pair))
+        argv = pair.command("status", "--watch")
+        with watching(pair) as watch, pair.head.popen(argv, stdout=subprocess.DEVNULL) as status:
+            watch.wait_for("running")
+            watched.append(_stream_rate(pair))
+            status.send_signal(signal.SIGINT)
+            status.wait(20)
+    lost = 100 * (1 - statistics.median(watched) / statistics.median(alone))
+    return Figure("tokens_lost_while_watched_percent", max(lost, 0.0), "%", 2.0)
+
+
+def _stream_rate(pair: Pair, tokens: int = 800) -> float:
+    """Give the tokens per second of one streamed reply, from its first token to its last."""
+    request = {"model": "DeepSeek-V4.1-Flash-1017", "prompt": "Count.", "max_tokens": tokens, "ignore_eos": True}
+    pair.write("/home/spark/stream.json", json.dumps({**request, "stream": True, "temperature": 0}))
+    argv = ["curl", "-sfN", "-m", "60", f"{API}/v1/completions", "-H", "Content-Type: application/json"]
+    moments = []
+    with pair.head.popen([*argv, "-d", "@/home/spark/stream.json"], stdout=subprocess.PIPE) as curl:
+        assert curl.stdout is not None
+        for line in curl.stdout:
+            if line.startswith(b"data: {"):
+                moments.append(time.perf_counter())
+    return (tokens - 1) / (moments[-1] - moments[0])
+
+
+def _beside_sparkrun() -> Figure:
+    """Compare with sparkrun 0.4.2 where its own Python (3.12 or later) and the package can be had."""
+    name, limit = "start_over_sparkrun_ratio", 0.2
+    return Figure(name, None, "x", limit, note="sparkrun 0.4.2 with Python 3.12 is not on this machine")
 
 
 def _wait(condition: Callable[[], bool], seconds: float = 30.0) -> None:
