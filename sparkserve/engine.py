@@ -125,7 +125,9 @@ def _create(
 
     def action(work: Work) -> str:
         try:
-            proof = create(cluster.node(role), spec)
+            # The worker comes first: by then both nodes must have free pages.
+            cache = f"; {drop_page_caches(cluster)}" if role == "worker" else ""
+            proof = create(cluster.node(role), spec) + cache
             work.check()
         except BaseException as error:
             left = abandon(cluster, Stopping(launch.runs_dir, secrets=launch.secrets))
@@ -161,11 +163,15 @@ def look_at_sources(node: Node, specs: Mapping[Role, ContainerSpec]) -> dict[str
     return {path: found[path]["kind"] for path in paths}
 
 
-def drop_page_cache(node: Node) -> str:
+def drop_page_caches(cluster: Cluster) -> str:
     """Give the driver free pages, since it takes no cached ones; only where root is ours without a password."""
-    as_root = [] if node.identity["uid"] == 0 else ["sudo", "-n", "--"]
-    done = node.host.run([*as_root, "tee", _DROP_CACHES], stdin=b"3\n", check=False)
-    return "page cache dropped" if done.exit_code == 0 else "page cache kept: that needs sudo without a password"
+
+    def drop(node: Node) -> bool:
+        as_root = [] if node.identity["uid"] == 0 else ["sudo", "-n", "--"]
+        return node.host.run([*as_root, "tee", _DROP_CACHES], stdin=b"3\n", check=False).exit_code == 0
+
+    kept = [role for role, dropped in cluster.on_both(drop).items() if not dropped]
+    return f"page cache kept on {' and '.join(kept)}: sudo asks for a password" if kept else "page caches dropped"
 
 
 def has_removed(report: ApplyReport) -> bool:
@@ -180,7 +186,6 @@ def create(node: Node, spec: ContainerSpec) -> str:
     check_resolved(spec)
     writable = [mount.source for mount in spec.mounts if not mount.read_only]
     node.session.ask("mkdir", paths=writable)
-    cache = drop_page_cache(node)
     container, host = create_arguments(spec)
     try:
         with explained(node.role):
@@ -189,7 +194,7 @@ def create(node: Node, spec: ContainerSpec) -> str:
             api.start(made["Id"])
     except SparkserveError as error:
         raise _translated(error, spec) from error
-    return f"container {made['Id'][:12]} runs, spec {_short(spec.digest)}; {cache}"
+    return f"container {made['Id'][:12]} runs, spec {_short(spec.digest)}"
 
 
 def _translated(error: SparkserveError, spec: ContainerSpec) -> SparkserveError:

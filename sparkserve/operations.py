@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -58,10 +59,17 @@ class Eyes:
     """Looks at the pair any number of times over one connection, which is opened anew when it was lost."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self._given = session
         self._stack = ExitStack()
         self._cluster: Cluster | None = None
-        self._endpoint: Endpoint = open_endpoint(session.settings, session.recipe)
+        self._session, self._endpoint = self._open()
+
+    def _open(self) -> tuple[Session, Endpoint]:
+        session = following(self._given)
+        endpoint = open_endpoint(session.settings, session.recipe)
+        # While the connection to the worker is made there is time for it.
+        threading.Thread(target=endpoint.prepare, daemon=True).start()
+        return session, endpoint
 
     def __enter__(self) -> Eyes:
         return self
@@ -76,6 +84,11 @@ class Eyes:
         self._stack.close()
 
     def _connected(self) -> Cluster:
+        """Give both nodes; a recipe that was started since the last look is looked at from now on."""
+        wanted = records.read_wanted(self._session.state).recipe
+        if wanted and wanted != self._session.settings.recipe and self._given.loaded.sources["recipe"] != "flag":
+            self._endpoint.close()
+            self._session, self._endpoint = self._open()
         if self._cluster is None:
             self._cluster = self._stack.enter_context(connect(self._session.settings, lenient=True))
         return self._cluster
@@ -92,12 +105,14 @@ class Eyes:
 
     def glance(self, ask_token: bool) -> Status:  # noqa: FBT001 - one question, asked by a watch
         """Judge whether the pair serves, whatever it was made from."""
-        question = self._question(self._connected(), {})
+        cluster = self._connected()
+        question = self._question(cluster, {})
         return self._look(replace(question, ask_token=ask_token, patience=_GLANCE_SECONDS))
 
     def view(self, *, ask_token: bool = True) -> View:
         """Judge the pair by what is wanted; a node that cannot be asked makes the state unknown, not the look fail."""
-        session, cluster = self._session, self._connected()
+        cluster = self._connected()
+        session = self._session
         with ThreadPoolExecutor(1) as aside:
             surroundings = aside.submit(cluster.try_both, around.gather)
             links, errors = cluster.try_both(link.gather)
@@ -126,14 +141,14 @@ def _trends(session: Session, status: Status, found: dict[Role, AroundFacts]) ->
 
 def look(session: Session) -> View:
     """Look at the pair once."""
-    with Eyes(following(session)) as eyes:
+    with Eyes(session) as eyes:
         return eyes.view()
 
 
 def looks(session: Session, seconds: float) -> Iterator[View]:
     """Look at the pair every so many seconds until somebody ends it; an idle engine is rarely asked for a token."""
     asked_at = float("-inf")
-    with Eyes(following(session)) as eyes:
+    with Eyes(session) as eyes:
         while True:
             begun = time.monotonic()
             ask_token = begun - asked_at >= _TOKEN_SECONDS
@@ -148,7 +163,7 @@ def looks(session: Session, seconds: float) -> Iterator[View]:
 def watch(session: Session) -> Iterator[Event]:
     """Look every second; restart the pair when both nodes show that it is broken and its owner wants it to serve."""
     settings, state = session.settings, session.state
-    with pair_lock(state / "watch", session.command), Eyes(following(session)) as eyes:
+    with pair_lock(state / "watch", session.command), Eyes(session) as eyes:
 
         def restart() -> str:
             eyes.close()

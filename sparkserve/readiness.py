@@ -14,7 +14,7 @@ from sparkserve.replies import EndpointError
 # The first completions may compile kernels for minutes.
 _COMPLETION_SECONDS = 600.0
 _PATIENCE = 10
-_RETRY_SECONDS = 0.3
+_RETRY_SECONDS = 0.1
 # An answer that no waiting will change: wrong key, wrong name, a request that the engine cannot read.
 _FINAL = (400, 401, 403, 404, 422)
 

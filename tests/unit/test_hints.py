@@ -1,4 +1,4 @@
-"""Every command of ours that an error tells a user to type is one that there is."""
+"""Every command of ours that an error, a recipe or a document tells a user to type is one that there is."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ import sparkserve
 from sparkserve.cli import app
 
 SOURCES = sorted(Path(sparkserve.__file__).parent.glob("*.py"))
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("templates/**/recipe.toml")),
+]
 # `sparkserve word … --option`, up to what ends a command in a text.
 TOLD = re.compile(r"sparkserve ([a-z][a-z-]+(?: [a-z][a-z-]*)?)((?: --?[a-z][a-z-]*| [A-Z][A-Z_-]+| \{[^}]+\})*)")
 
@@ -28,7 +34,18 @@ def told() -> Iterator[tuple[str, str, str]]:
                 yield path.name, found[1], found[2]
 
 
-CASES = sorted({case for case in told() if "{name}" not in case[1]})
+def told_in_documents() -> Iterator[tuple[str, str, str]]:
+    """List what stands between backticks, and each line of a block to copy."""
+    for path in DOCUMENTS:
+        outside, blocks = path.read_text().split("```")[::2], path.read_text().split("```")[1::2]
+        lines = [line for text in outside for line in re.findall(r"`(sparkserve [^`\n]*)`", text)]
+        lines += [line for text in blocks for line in re.findall(r"^\$? ?(sparkserve .*)$", text, re.MULTILINE)]
+        for line in lines:
+            if found := TOLD.match(line.partition("  ")[0]):
+                yield path.name, found[1], found[2]
+
+
+CASES = sorted({case for case in (*told(), *told_in_documents()) if "{name}" not in case[1]})
 
 
 def test_there_are_commands_to_check() -> None:

@@ -29,7 +29,8 @@ def judge_case(case: dict[str, Any]) -> Verdict:
     given["samples"] = samples
     evidence = Evidence(**given)
     wanted: Any = case.get("wanted", WANTED)
-    return judge(facts, case.get("unseen", {}), evidence, Expected(wanted, stalled_seconds=120, start_seconds=3600))
+    expected = Expected(wanted, case.get("recipe", ""), stalled_seconds=120, start_seconds=3600)
+    return judge(facts, case.get("unseen", {}), evidence, expected)
 
 
 @pytest.mark.parametrize("path", case_files("status"), ids=lambda path: path.stem)

@@ -82,7 +82,7 @@ def _hashed(bench: Bench, large: FileSet) -> Iterator[Figure]:
     def theirs() -> None:
         _run(head, "openssl", "dgst", "-sha256", *paths)
 
-    yield Figure("verify_over_openssl", _ratio(_pairs(lambda: bench.warm(head, place), ours, theirs)), "times", 0.7)
+    yield _ratio("verify_over_openssl", 0.7, _pairs(lambda: bench.warm(head, place), ours, theirs))
     bench.warm(head, place)
     ours()
     kept = sum(int(row) for row in _run(head, "fincore", "--bytes", "--noheadings", "--output", "RES", *paths).split())
@@ -103,8 +103,10 @@ def _pairs(prepare: Callable[[], object], ours: Action, theirs: Action, runs: in
     return results
 
 
-def _ratio(pairs: list[tuple[float, float]]) -> float:
-    return statistics.median(ours / theirs for ours, theirs in pairs)
+def _ratio(name: str, limit: float, pairs: list[tuple[float, float]]) -> Figure:
+    ours, theirs = (statistics.median(times) for times in zip(*pairs, strict=True))
+    ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+    return Figure(name, ratio, "times", limit, note=f"{ours:.1f} s, theirs {theirs:.1f} s")
 
 
 def _copied(bench: Bench, large: FileSet) -> Figure:
@@ -129,7 +131,7 @@ def _copied(bench: Bench, large: FileSet) -> Figure:
 
     pairs = _pairs(prepare, ours, theirs)
     prepare()
-    return Figure("copy_over_rsync", _ratio(pairs), "times", 0.7)
+    return _ratio("copy_over_rsync", 0.7, pairs)
 
 
 def _hf_download(bench: Bench, files: FileSet, place: str) -> None:
@@ -149,7 +151,7 @@ def _downloaded(bench: Bench, line: FileSet) -> Figure:
         _run(bench.lab.head, *bench.head_only(line))
 
     pairs = _pairs(prepare, ours, lambda: _hf_download(bench, line, place))
-    return Figure("download_over_hf_download", _ratio(pairs), "times", 0.7)
+    return _ratio("download_over_hf_download", 0.7, pairs)
 
 
 def _whole_line(bench: Bench, line: FileSet) -> Iterator[Figure]:
@@ -172,7 +174,7 @@ def _whole_line(bench: Bench, line: FileSet) -> Iterator[Figure]:
     bench.control(rate=None)
     prepare()
     yield Figure("line_over_transfer", statistics.median(ours / transfer for ours, _ in pairs), "times", 1.08)
-    yield Figure("line_over_script", _ratio(pairs), "times", 0.68)
+    yield _ratio("line_over_script", 0.68, pairs)
 
 
 def _verified_again(bench: Bench) -> Figure:
