@@ -9,7 +9,7 @@ from pathlib import Path
 from sparkserve import engine, records
 from sparkserve.cluster import Deployment
 from sparkserve.engine_watch import Launch
-from sparkserve.errors import Failures, SparkserveError
+from sparkserve.errors import Failures, SparkserveError, flatten
 from sparkserve.plan import ApplyReport, Plan
 from sparkserve.planning import Starting, secrets_of
 from sparkserve.records import Record
@@ -40,7 +40,8 @@ def make(attempt: Attempt, wanted: Plan) -> ApplyReport:
     try:
         report = attempt.carry(wanted)
     except BaseException as error:
-        records.close_record(record, "interrupted", launch, str(error) or type(error).__name__)
+        ending: records.Ending = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        records.close_record(record, ending, launch, str(error) or type(error).__name__)
         records.save_record(attempt.runs_dir, record)
         raise
     failure = "; ".join(str(error) for _, error in report.failed)
@@ -52,12 +53,17 @@ def make(attempt: Attempt, wanted: Plan) -> ApplyReport:
     return report
 
 
+def _failure(report: ApplyReport) -> SparkserveError:
+    """Give the error of a failed start that is told first."""
+    return flatten(next(error for change, error in report.failed if change.step == engine.STEP))[0]
+
+
 def _explain(report: ApplyReport, record: Record, worked: Record | None) -> None:
     """Tell a failed start what is not as it was when one worked."""
     if worked is None:
         return
     changed = records.changed_since(record, worked) or ["nothing that sparkserve decides"]
-    error = report.failed[0][1]
+    error = _failure(report)
     lines = [f"changed since run {worked.run}, the last that answered:", *(f"  {line}" for line in changed)]
     error.details = "\n".join(filter(None, [error.details, *lines]))
 
@@ -66,7 +72,7 @@ def _bring_back(attempt: Attempt, report: ApplyReport, before: Record | None) ->
     """Start the pair that answered before this attempt, exactly as it was recorded; both facts are told."""
     if before is None or not engine.has_removed(report):
         return
-    error = report.failed[0][1]
+    error = _failure(report)
     name = f"the earlier pair ({records.recipe_of(before).name}, run {before.run})"
     try:
         back = attempt.carry(_plan_back(attempt, before))

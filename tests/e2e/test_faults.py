@@ -110,7 +110,9 @@ def test_the_earliest_error_is_told_with_cause_and_advice_and_both_logs_are_kept
     answer = prepared.ask("start")
     assert time.monotonic() - begun < 10
     (error,) = answer["errors"]
-    assert (answer["exit_code"], error["code"], error["node"]) == (1, "rank_ended", "worker")
+    # Whichever is seen first: the line, which the recipe knows to be fatal, or the end of the rank that wrote it.
+    assert error["code"] in ("engine_failed", "rank_ended")
+    assert (answer["exit_code"], error["node"]) == (1, "worker")
     assert "first error, rank 1" in error["details"]
     assert "out of memory" in error["details"]
     assert "cause:" in error["details"]
@@ -136,7 +138,9 @@ def test_a_rank_that_dies_just_after_it_was_ready(prepared: Pair, rank: int) -> 
     assert answer["exit_code"] != 0
     if names(prepared):  # ready was proved before it died: the pair is left for a look, and status tells
         status = prepared.ask("status")
-        assert (status["data"]["state"], status["exit_code"]) == ("degraded", 5)
+        # The other rank may have followed it by now: then both are ended, and nothing runs.
+        assert status["data"]["state"] in ("degraded", "stopped")
+        assert status["exit_code"] == 5
     prepared.script_engine()
     assert_ends_proved(prepared)
 

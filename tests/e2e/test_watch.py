@@ -164,6 +164,21 @@ def test_no_false_alarm_under_load(serving: Pair) -> None:
     assert [node.docker("ps", "-q") for node in serving.lab.nodes] == before
 
 
+def test_status_again_and_again_in_a_pipe(serving: Pair) -> None:
+    argv = serving.command("status", "--watch")
+    with serving.head.popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().decode() for _ in range(2)]
+        serving.worker.docker("kill", RANKS[1])
+        while "degraded" not in lines[-1]:
+            lines.append(process.stdout.readline().decode())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+    assert "running" in lines[0]
+    assert len(lines) < 6, lines
+    assert serving.ask("status", "--watch")["errors"][0]["code"] == "json_endless"
+
+
 def test_a_unit_that_watches_after_a_reboot(serving: Pair) -> None:
     shown = serving.sparkserve("service", "show").stdout.decode()
     assert "absent" in shown
