@@ -39,8 +39,16 @@ class Endpoint:
         # trust_env off: a proxy of the environment must never stand between us and our own API. That speaks plain HTTP:
         # an empty TLS context saves reading all the certificates of the system.
         plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        # Each call opens its own connection: the engine may be another one by then, and on a used one a server that
+        # sends head and body apart waits 40 ms for our acknowledgement in between.
+        once = httpx.Limits(max_keepalive_connections=0)
         return httpx.Client(
-            base_url=self.base_url, headers=headers, trust_env=False, transport=self.transport, verify=plain
+            base_url=self.base_url,
+            headers=headers,
+            trust_env=False,
+            transport=self.transport,
+            verify=plain,
+            limits=once,
         )
 
     def prepare(self) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.lab.pair import Pair, paired
+from tests.lab.pair import HOME, Pair, paired
+
+OTHER = f"{HOME}/recipes/other"
 
 
 @pytest.fixture(scope="session")
@@ -52,3 +54,15 @@ def unlocked(pair: Pair) -> Pair:
     """A pair whose sources still have to be resolved."""
     pair.head.run(["rm", "-f", "sparkserve.lock.json"])
     return pair
+
+
+@pytest.fixture
+def other(serving: Pair) -> Iterator[Pair]:
+    """A serving pair, and beside it a recipe that serves under another name; its image goes again."""
+    text = 'schema = 1\nextends = "lab"\nname = "other"\n[parameters]\nmodel_name = "Other"\n'
+    serving.write(f"{OTHER}/recipe.toml", text)
+    serving.head.run(["sh", "-c", "rm -f ~/sparkserve.other.lock.json"])
+    yield serving
+    for node in serving.lab.nodes:
+        for image in node.docker("images", "--format", "{{.Repository}}:{{.Tag}}", "sparkserve/other").split():
+            node.docker("rmi", "-f", image)

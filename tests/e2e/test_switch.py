@@ -9,20 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.conftest import OTHER
 from tests.e2e.test_engine_faults import RANKS, names, state, text_of
 from tests.lab.pair import HOME, TOKEN, Pair
 
 pytestmark = pytest.mark.faults
-OTHER = f"{HOME}/recipes/other"
-
-
-@pytest.fixture
-def other(serving: Pair) -> Pair:
-    """A serving pair, and beside it a recipe that serves under another name."""
-    text = 'schema = 1\nextends = "lab"\nname = "other"\n[parameters]\nmodel_name = "Other"\n'
-    serving.write(f"{OTHER}/recipe.toml", text)
-    serving.head.run(["sh", "-c", "rm -f ~/sparkserve.other.lock.json"])
-    return serving
 
 
 def served(pair: Pair) -> list[str]:
@@ -66,7 +57,7 @@ def test_the_pair_that_answered_comes_back(other: Pair) -> None:
     before = [
         node.docker("inspect", "--format", "{{.Args}}", name) for node, name in zip(other.lab.nodes, RANKS, strict=True)
     ]
-    bad = 'schema = 1\nextends = "lab"\nname = "other"\n[launch]\nmore_argv = ["--no-such-flag"]\n'
+    bad = 'schema = 1\nextends = "lab"\nname = "other"\n[launch.env]\nNCCL_SOCKET_IFNAME = "nosuch0"\n'
     other.write(f"{OTHER}/recipe.toml", bad)
     answer = other.ask("start", "--recipe", OTHER)
     assert answer["exit_code"] == 1

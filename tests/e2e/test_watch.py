@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests.e2e.conftest import OTHER
 from tests.e2e.load import fill_every_slot
 from tests.e2e.test_engine_faults import RANKS, names, state
 from tests.e2e.watching import Watching, watching
@@ -122,20 +123,17 @@ def test_the_owners_command_gets_each_event(serving: Pair) -> None:
     assert {"running", "restarting", "restarted"} <= kinds
 
 
-def test_a_switch_of_recipes_is_no_reason_to_restart(serving: Pair) -> None:
-    text = 'schema = 1\nextends = "lab"\nname = "other"\n[parameters]\nmodel_name = "Other"\n'
-    serving.write(f"{HOME}/recipes/other/recipe.toml", text)
-    serving.head.run(["sh", "-c", "rm -f ~/sparkserve.other.lock.json"])
-    with watching(serving) as watch:
+def test_a_switch_of_recipes_is_no_reason_to_restart(other: Pair) -> None:
+    with watching(other) as watch:
         watch.wait_for("running")
-        assert serving.ask("start", "--recipe", f"{HOME}/recipes/other")["exit_code"] == 0
+        assert other.ask("start", "--recipe", OTHER)["exit_code"] == 0
         begun = time.time()
         time.sleep(4)
         assert {event["kind"] for event in watch.events() if event["at"] > begun} <= {"running"}
         assert "restarting" not in watch.kinds()
-        serving.worker.docker("kill", RANKS[1])
+        other.worker.docker("kill", RANKS[1])
         assert "answered through Other" in watch.wait_for("restarted", 30)["text"]
-    assert serving.ask("start")["exit_code"] == 0
+    assert other.ask("start")["exit_code"] == 0
 
 
 def test_two_watches_are_one_too_many(serving: Pair) -> None:
