@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import shlex
 from typing import Any
 
 from sparkserve.container import FIXED_OPTIONS, BindMount, ContainerSpec
@@ -35,11 +34,6 @@ def docker_run_argv(spec: ContainerSpec) -> list[str]:
     words += [f"--env={name}={value}" for name, value in spec.env.items()]
     words += [f"--mount={_mount_field(mount)}" for mount in spec.mounts]
     return [*words, f"--entrypoint={spec.entrypoint[0]}", spec.image, *spec.entrypoint[1:], *spec.argv]
-
-
-def run_command_line(spec: ContainerSpec) -> str:
-    """Give the `docker run` command as a line that a shell understands."""
-    return shlex.join(docker_run_argv(spec))
 
 
 def _mount_field(mount: BindMount) -> str:

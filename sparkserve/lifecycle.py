@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -24,6 +23,7 @@ from sparkserve import (
     recipe_git,
     records,
     sources,
+    state_file,
     tuning,
 )
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, connect, pair_lock, require_worker, state_dir
@@ -231,7 +231,7 @@ def plan_steps(
     every = planning.plan_preparation(deployment)
     start = None
     if "start" in steps:
-        left_out = [change for change in every if change.step == "tune" and "start" in steps and "tune" not in steps]
+        left_out = [change for change in every if change.step == "tune" and "tune" not in steps]
         every = [change for change in every if change not in left_out]
         for change in left_out:
             session.voice.warn(f"{change.node} is not tuned ({change.before}); `sparkserve tune` sets {change.after}")
@@ -329,7 +329,7 @@ def up(session: Session, *, skip: tuple[str, ...], dry_run: bool) -> tuple[Outco
     proofs = verify_endpoint(session)
     if outcome.report.applied:
         record = {"rows": [asdict(row) for row in outcome.rows], "proofs": [asdict(proof) for proof in proofs]}
-        (session.state / "last-run.json").write_text(json.dumps(record), encoding="utf-8")
+        state_file.write(session.state / "last-run.json", record)
     return outcome, proofs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,7 +166,7 @@ def _is_rooted(change: Change, node: Node) -> bool:
 
 def disk_needs(deployment: Deployment, changes: Sequence[Change]) -> list[checks.DiskNeed]:
     """Add up what the planned changes will write, and what a first start writes."""
-    steps = {(change.node, change.step): 0 for change in changes}
+    steps: Counter[tuple[str, str]] = Counter()
     for change in changes:
         steps[change.node, change.step] += change.size
     starts = any(change.step == "start" for change in changes)

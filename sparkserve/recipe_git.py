@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparkserve import state_file
 from sparkserve.errors import SparkserveError, usage_error
 from sparkserve.git import export_commit, fetch_commit
 from sparkserve.hosts import LocalHost
@@ -74,16 +74,16 @@ def fetch(address: str, state: Path) -> Recipe:
 
 def trust(address: str, state: Path) -> None:
     """Remember that the owner looked at this commit."""
-    place = state / "recipes" / "trusted.json"
-    place.write_text(json.dumps(sorted({*_trusted(state), address}), indent=1) + "\n", encoding="utf-8")
+    state_file.write(_trust_file(state), {"addresses": sorted({*_trusted(state), address})})
 
 
 def _trusted(state: Path) -> list[str]:
-    try:
-        found: list[str] = json.loads((state / "recipes" / "trusted.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return []
+    found: list[str] = state_file.read(_trust_file(state)).get("addresses", [])
     return found
+
+
+def _trust_file(state: Path) -> Path:
+    return state / "recipes" / "trusted.json"
 
 
 def _go_on() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import pytest
 from sparkserve.inventory import list_items
 from sparkserve.plan import Change, Work
 from sparkserve.planning import disk_needs, look_for_weights
-from tests.component.weights_stage import KIB, RECIPE, Pair, pair, serving
-from tests.lab.hub import Hub
+from tests.component.weights_stage import KIB, RECIPE, Pair
 from tests.lab.model_repo import make_bench_repo
 from tests.lab.repo_store import ModelRepo
 
@@ -23,18 +21,6 @@ LARGE = "file-00001.bin"
 @pytest.fixture(scope="module")
 def repo(tmp_path_factory: pytest.TempPathFactory) -> ModelRepo:
     return make_bench_repo(tmp_path_factory.mktemp("repos"), SIZES)
-
-
-@pytest.fixture
-def hub(repo: ModelRepo) -> Iterator[Hub]:
-    with serving(repo.root) as running:
-        yield running
-
-
-@pytest.fixture
-def stage(repo: ModelRepo, hub: Hub, tmp_path: Path) -> Iterator[Pair]:
-    with pair(repo, hub.endpoint, tmp_path / "nodes") as found:
-        yield found
 
 
 def needs(stage: Pair, *more: Change) -> dict[tuple[str, str, str], int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,12 +43,6 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> ModelRepo:
     entries += [made.store("a dir/ü#%?.bin", [b"odd name" * 999], lfs=True)]
     made.commit(entries)
     return made
-
-
-@pytest.fixture
-def hub(repo: ModelRepo) -> Iterator[Hub]:
-    with serving(repo.root) as running:
-        yield running
 
 
 @pytest.fixture

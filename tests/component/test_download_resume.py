@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from tests.component.weights_stage import (
     client,
     fetch,
     refused,
-    serving,
     wait_until,
     wanted,
 )
@@ -38,12 +36,6 @@ SIZE = 20 * SEGMENT + 777
 @pytest.fixture(scope="module")
 def repo(tmp_path_factory: pytest.TempPathFactory) -> ModelRepo:
     return make_bench_repo(tmp_path_factory.mktemp("repos"), [SIZE])
-
-
-@pytest.fixture
-def hub(repo: ModelRepo) -> Iterator[Hub]:
-    with serving(repo.root) as running:
-        yield running
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from sparkserve.hosts import Host, LocalHost, Process
 from sparkserve.inventory import list_items
 from sparkserve.node_copy import Copy, CopyLimits, copy
 from sparkserve.plan import Cancelled
-from tests.component.weights_stage import KIB, Pair, Recorder, pair, serving
+from tests.component.weights_stage import KIB, Pair, Recorder, pair
 from tests.lab.hub import Hub
 from tests.lab.model_repo import make_bench_repo
 from tests.lab.repo_store import ModelRepo
@@ -27,18 +27,6 @@ QUICK = CopyLimits(stall_seconds=0.6, tries=2, first_wait=0.05, longest_wait=0.1
 @pytest.fixture(scope="module")
 def repo(tmp_path_factory: pytest.TempPathFactory) -> ModelRepo:
     return make_bench_repo(tmp_path_factory.mktemp("repos"), SIZES)
-
-
-@pytest.fixture
-def hub(repo: ModelRepo) -> Iterator[Hub]:
-    with serving(repo.root) as running:
-        yield running
-
-
-@pytest.fixture
-def stage(repo: ModelRepo, hub: Hub, tmp_path: Path) -> Iterator[Pair]:
-    with pair(repo, hub.endpoint, tmp_path) as found:
-        yield found
 
 
 class Scripted(LocalHost):

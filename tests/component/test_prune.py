@@ -16,7 +16,7 @@ from sparkserve.inventory import PARTIALS, list_items
 from sparkserve.plan import Change, Plan, apply
 from sparkserve.planning import look_for_weights
 from sparkserve.prune import Wanted, plan, plan_logs
-from tests.component.weights_stage import KIB, Pair, Silent, manifest_of, pair, serving
+from tests.component.weights_stage import KIB, Pair, Silent, manifest_of, pair
 from tests.lab.hub import Hub
 from tests.lab.model_repo import make_bench_repo
 from tests.lab.repo_store import ModelRepo
@@ -49,12 +49,6 @@ class WithDocker:
 @pytest.fixture
 def repo(tmp_path: Path) -> ModelRepo:
     return make_bench_repo(tmp_path / "repos", [400 * KIB, 100 * KIB])
-
-
-@pytest.fixture
-def hub(repo: ModelRepo) -> Iterator[Hub]:
-    with serving(repo.root) as running:
-        yield running
 
 
 @pytest.fixture

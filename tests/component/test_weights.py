@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from sparkserve.errors import SparkserveError
 from sparkserve.hosts import LocalHost
 from sparkserve.inventory import PARTIALS, list_items
 from sparkserve.plan import ApplyReport, apply
-from tests.component.weights_stage import KIB, Pair, Recorder, Silent, pair, serving
+from tests.component.weights_stage import KIB, Pair, Recorder, Silent
 from tests.lab.hub import Hub
 from tests.lab.model_repo import make_bench_repo
 from tests.lab.repo_store import ModelRepo
@@ -30,18 +29,6 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> ModelRepo:
     made = make_bench_repo(tmp_path_factory.mktemp("repos"), SIZES)
     made.change(SMALL, b'{"hidden_size": 4096}', branch="main")
     return made
-
-
-@pytest.fixture
-def hub(repo: ModelRepo) -> Iterator[Hub]:
-    with serving(repo.root) as running:
-        yield running
-
-
-@pytest.fixture
-def stage(repo: ModelRepo, hub: Hub, tmp_path: Path) -> Iterator[Pair]:
-    with pair(repo, hub.endpoint, tmp_path) as found:
-        yield found
 
 
 def summary(stage: Pair) -> list[tuple[str, str, str, str]]:

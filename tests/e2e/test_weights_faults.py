@@ -29,6 +29,11 @@ with open(path, "r+b") as file:
     file.write(bytes([byte ^ 1]))
 os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 """
+# Waits for the first partial, then leaves 1 MiB free: at once, where writing the rest would race with the download.
+FILL = """
+until find "$1" -path "*/.sparkserve-partial/*" -type f | grep -q .; do sleep 0.05; done
+mount -o "remount,size=$(($(df --output=used --block-size=1K "$1" | tail -1) + 1024))k" "$1"
+"""
 SHARD = "model-00003-of-00039.safetensors"
 
 
@@ -129,13 +134,12 @@ def test_a_disk_that_fills_up_on_the_way(bare: Pair, role: str) -> None:
         bare.write_settings(SPARKSERVE_RATE_LIMIT="8MB")
         argv = bare.command("download", "--json")
         process = bare.head.popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        time.sleep(2.5)
-        node.run(["dd", "if=/dev/zero", f"of={MODELS}/of-others", "bs=1M"], user="root", check=False)
+        node.run(["timeout", "30", "sh", "-c", FILL, "sh", MODELS], user="root")
         answer = json.loads(process.communicate(timeout=60)[0])
         (error,) = answer["errors"]
         assert (answer["exit_code"], error["code"], error["node"]) == (1, "disk_full", role)
         assert "what has arrived is kept" in error["hint"]
-        node.run(["rm", f"{MODELS}/of-others"], user="root")
+        node.run(["mount", "-o", "remount,size=2200m", MODELS], user="root")
         bare.write_settings()
         assert_proved(bare)
 
