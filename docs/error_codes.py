@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import sparkserve
+from sparkserve.check_catalog import CATALOG
 
 # Who makes an error, and the places of its code, its message and its hint among the arguments.
 MAKERS = {
     "SparkserveError": (0, 1, 2),
     "EndpointError": (0, 1, 2),
     "usage_error": (0, 1, 2),
-    "Check": (0, 3, 5),
+    "_refusal": (0, 1, 2),
+    "failure": (0, 1, 9),  # of a start: its advice is in what the logs say
 }
 UNKNOWN = "…"
 Scope = Mapping[str, str]
@@ -38,6 +40,7 @@ def find_codes() -> list[Code]:
     # A way that says nothing of itself is left out where the same code is told in another way too.
     told = {code.name for code in found.values() if code.message != UNKNOWN}
     rows = [code for code in found.values() if code.message != UNKNOWN or code.name not in told]
+    rows += [Code(f"check_{name}", entry.why, entry.fix) for name, entry in CATALOG.items()]
     return sorted(rows, key=lambda code: (code.name, code.message))
 
 
@@ -51,7 +54,7 @@ def _code(node: ast.AST, function: ast.AST) -> Code | None:
     if not isinstance(node, ast.Call):
         return None
     maker = ast.unparse(node.func).rpartition(".")[2]
-    if maker not in MAKERS or any(isinstance(word, ast.Constant) and word.value == "ok" for word in node.args):
+    if maker not in MAKERS:
         return None
     scope = _assigned_before(node.lineno, function)
     named = {keyword.arg: keyword.value for keyword in node.keywords}
@@ -59,8 +62,7 @@ def _code(node: ast.AST, function: ast.AST) -> Code | None:
         _text(node.args[place] if place < len(node.args) else named.get(name), scope)
         for name, place in zip(("code", "message", "hint"), MAKERS[maker], strict=True)
     )
-    prefix = "check_" if maker == "Check" else ""
-    return None if UNKNOWN in code or not code else Code(prefix + code, message, hint)
+    return None if UNKNOWN in code or not code else Code(code, message, hint)
 
 
 def _assigned_before(line: int, function: ast.AST) -> Scope:

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import get_args, get_origin
 
 import error_codes
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typer import Typer
 from typer.testing import CliRunner
 
 from sparkserve.cli import app
+from sparkserve.env_file import render, show_default
 from sparkserve.recipe import PLACEHOLDERS, Recipe
 from sparkserve.recipe_source import load_recipe, models_in, shipped_names
 from sparkserve.settings import Settings, variable_name
@@ -33,7 +34,7 @@ NOT_RECIPES = {
     "NVIDIA forum: HeNryous, EXL3 2.75 bpw": "neither files nor image have a published pin",
     "bertholomus: Zig engine, v0.6": "another program for rank 1, and a kernel kit of its own",
 }
-REQUIRED = ("worker", "head_link", "worker_link", "models_dir")
+REQUIRED = ("worker", "head_link", "worker_link")
 # Every value is one that Settings takes; a test loads them all.
 EXAMPLES = {
     "worker": "spark@192.168.1.22",
@@ -47,9 +48,11 @@ EXAMPLES = {
     "worker_models_dir": "/mnt/nvme/models",
     "worker_cache_dir": "/mnt/nvme/cache",
     "api_host": "0.0.0.0",  # noqa: S104 - an example in a document
+    "api_open": "yes",
     "api_port": "8888",
     "master_port": "29551",
     "api_key_file": "~/.config/sparkserve/api-key",
+    "secrets_file": "~/.config/sparkserve/secrets",
     "model_name": "my-model",
     "context": "262144",
     "requests": "2",
@@ -102,22 +105,18 @@ def documents() -> dict[str, str]:
 
 def env_example() -> str:
     """Make a `.env` to start from: what nobody else can know, and everything else as a comment."""
-    lines = [
-        f"# {MARK.replace('`', '')}",
-        "# Copy it to .env. The lines without # are yours to set; sparkserve config shows every value and its source.",
+    heading = [
+        MARK.replace("`", ""),
+        "`sparkserve init` writes a .env like this one with the values of your pair; or copy this file to .env.",
+        "The lines without # are yours to set; `sparkserve config` shows every value and its source.",
     ]
-    for name in (*REQUIRED, *(name for name in Settings.model_fields if name not in REQUIRED)):
-        field = Settings.model_fields[name]
-        value = EXAMPLES[name] if name in REQUIRED[:3] else _default(field) or EXAMPLES[name]
-        mark = "" if name in REQUIRED else "# "
-        lines += ["", f"# {field.description}.", f"{mark}{variable_name(name)}={value}"]
-    return "\n".join(lines) + "\n"
+    return render(heading, {name: EXAMPLES[name] for name in REQUIRED}, EXAMPLES)
 
 
 def configuration() -> str:
     """Make the reference of all settings."""
     rows = [
-        (_code(variable_name(name)), field.description or "", _code(_default(field)), _code(EXAMPLES[name]))
+        (_code(variable_name(name)), field.description or "", _code(show_default(field)), _code(EXAMPLES[name]))
         for name, field in Settings.model_fields.items()
     ]
     return _page(
@@ -239,13 +238,6 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 def _code(text: str) -> str:
     return f"`{text}`" if text else ""
-
-
-def _default(field: FieldInfo) -> str:
-    value = field.get_default(call_default_factory=True)  # type: ignore[call-arg,unused-ignore]
-    if value in (None, "", ()) or isinstance(value, SecretStr):
-        return ""
-    return str(value)
 
 
 def _recipe_default(field: FieldInfo) -> str:

@@ -10,6 +10,7 @@ from sparkserve import engine, records
 from sparkserve.cluster import Deployment
 from sparkserve.engine_watch import Launch
 from sparkserve.errors import Failures, SparkserveError, flatten
+from sparkserve.parameters import read_secrets
 from sparkserve.plan import ApplyReport, Plan
 from sparkserve.planning import Starting, secrets_of
 from sparkserve.records import Record
@@ -91,6 +92,7 @@ def _plan_back(attempt: Attempt, before: Record) -> Plan:
         endpoint=records.address_of(before, secrets[1]),
         runs_dir=attempt.runs_dir,
         secrets=secrets,
+        filling=read_secrets(attempt.deployment.settings),
     )
     deployment = replace(attempt.deployment, recipe=records.recipe_of(before), lock=records.lock_of(before))
     facts, unseen = deployment.cluster.try_both(engine.gather)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -33,10 +34,11 @@ class Place(Data):
 
 
 class Seen(Data):
-    """Facts of both nodes and when they were seen, in seconds since 1970."""
+    """Facts of both nodes and when they were seen, in seconds since 1970; `raw` is all that `doctor --record` saw."""
 
     seconds: float
     nodes: dict[Role, Place]
+    raw: dict[Role, dict[str, Any]] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,19 +95,19 @@ def _known_node(settings: Settings, role: Role, place: Place) -> Node:
 
 def see(cluster: Cluster, links: Links) -> Seen:
     """Gather what a later plan needs of both nodes."""
+    return Seen(seconds=time.time(), nodes=cluster.on_both(lambda node: see_node(node, links[node.role])))
 
-    def place(node: Node) -> Place:
-        link = links[node.role]
-        return Place(
-            home=node.identity["home"],
-            adopted=node.adopted,
-            address=link.address,
-            interface=link.interface,
-            hcas=link.hcas,
-            gid_index=link.gid_index,
-        )
 
-    return Seen(seconds=time.time(), nodes=cluster.on_both(place))
+def see_node(node: Node, link: LinkPlace) -> Place:
+    """Gather what a later plan needs of one node."""
+    return Place(
+        home=node.identity["home"],
+        adopted=node.adopted,
+        address=link.address,
+        interface=link.interface,
+        hcas=link.hcas,
+        gid_index=link.gid_index,
+    )
 
 
 def save_facts(path: Path, seen: Seen) -> None:

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from sparkserve import __version__, cli_operate, cli_recipes, cli_weights
-from sparkserve.command_line import Check, Common, DryRun, Recipe, app, command, interrupted, session
+from sparkserve import __version__, cli_doctor, cli_link, cli_operate, cli_recipes, cli_setup, cli_weights
+from sparkserve.command_line import Check, Common, DryRun, Recipe, SkipCheck, app, command, interrupted, session
 from sparkserve.errors import EXIT_CHANGES, EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, SparkserveError
 from sparkserve.output import Mode, Output, end_streams, open_closed_streams
 
@@ -21,6 +21,11 @@ __all__ = ["app", "main"]
 app.add_typer(cli_recipes.recipes, name="recipes")
 app.add_typer(cli_weights.weights, name="weights")
 app.add_typer(cli_operate.service, name="service")
+app.add_typer(cli_setup.key, name="key")
+
+
+cli_setup.register()
+cli_doctor.register()
 
 
 class Terminated(KeyboardInterrupt):
@@ -70,14 +75,14 @@ def _run_steps(
     steps: tuple[str, ...],
     *,
     preview: str = "",
-    recipe: str | None,
     adopt: list[str] | None = None,
+    **flags: object,
 ) -> None:
     """Run the steps of a command, which has the name of its first one, or of a start that takes more."""
     from sparkserve import lifecycle, tables
 
     output, name = common.output, "start" if "start" in steps else steps[0]
-    run = session(common, name, output, recipe=recipe)
+    run = session(common, name, output, **flags)
     outcome = lifecycle.run_steps(run, steps, dry_run=bool(preview), adopt=adopt or ())
     code = EXIT_CHANGES if preview == "check" and not outcome.plan.is_empty else 0
     output.result(
@@ -132,13 +137,24 @@ def template(common: Common, *, dry_run: DryRun = False, check: Check = False, r
     _run_steps(common, ("template",), preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
 
 
-@command("sparkserve build; sparkserve build --dry-run")
-def build(common: Common, *, dry_run: DryRun = False, check: Check = False, recipe: Recipe = None) -> None:
+@command("sparkserve build; sparkserve build --dry-run; sparkserve build --no-cache --pull")
+def build(  # noqa: PLR0913 - one for each option
+    common: Common,
+    *,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Build every step anew, also when it is there.")] = False,
+    pull: Annotated[bool, typer.Option("--pull", help="Ask the registry for the base image again, and build.")] = False,
+    dry_run: DryRun = False,
+    check: Check = False,
+    recipe: Recipe = None,
+) -> None:
     """Build the engine image and ship it.
 
-    What is in the image is proved before it goes to the worker; a recipe may name a finished image instead.
+    What is in the image is proved before it goes to the worker, and only layers go that the worker lacks. A recipe may
+    name a finished image instead, which --pull pulls again.
     """
-    _run_steps(common, ("build", "ship"), preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
+    options = ("--no-cache",) * no_cache + ("--pull",) * pull
+    preview = _preview(dry_run=dry_run, check=check)
+    _run_steps(common, ("build", "ship"), preview=preview, recipe=recipe, build_options=options)
 
 
 @command("sparkserve tune; sparkserve tune --undo")
@@ -161,7 +177,14 @@ def tune(
 
 
 @command("sparkserve start; sparkserve start --dry-run; sparkserve start --recipe ./other")
-def start(common: Common, *, dry_run: DryRun = False, check: Check = False, recipe: Recipe = None) -> None:
+def start(
+    common: Common,
+    *,
+    dry_run: DryRun = False,
+    check: Check = False,
+    recipe: Recipe = None,
+    skip_check: SkipCheck = None,
+) -> None:
     """Start the engine on both nodes until it answers.
 
     With another recipe than the one that serves, everything of it is made ready before the pair is stopped; if it does
@@ -170,17 +193,18 @@ def start(common: Common, *, dry_run: DryRun = False, check: Check = False, reci
     from sparkserve import operations
 
     steps = operations.start_steps(session(common, "start", common.output, recipe=recipe))
-    _run_steps(common, steps, preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
+    _run_steps(common, steps, preview=_preview(dry_run=dry_run, check=check), recipe=recipe, skip_check=skip_check)
 
 
 @command("sparkserve up --dry-run; sparkserve up; sparkserve up --skip tune")
-def up(
+def up(  # noqa: PLR0913 - one for each option
     common: Common,
     *,
     dry_run: DryRun = False,
     check: Check = False,
     recipe: Recipe = None,
     skip: Annotated[list[str] | None, typer.Option("--skip", help="Leave a step out: tune.")] = None,
+    skip_check: SkipCheck = None,
 ) -> None:
     """Do all that is still to be done, then verify.
 
@@ -189,7 +213,7 @@ def up(
     from sparkserve import lifecycle, tables
 
     output = common.output
-    run = session(common, "up", output, recipe=recipe)
+    run = session(common, "up", output, recipe=recipe, skip_check=skip_check)
     preview = _preview(dry_run=dry_run, check=check)
     outcome, proofs = lifecycle.up(run, skip=tuple(skip or ()), dry_run=bool(preview))
     code = EXIT_CHANGES if preview == "check" and not outcome.plan.is_empty else tables.proofs_exit_code(proofs)
@@ -212,17 +236,19 @@ def verify(common: Common, *, recipe: Recipe = None) -> None:
 
 
 cli_operate.register()
+cli_link.register()
 
 
-@command("sparkserve prune --dry-run; sparkserve prune --yes")
+@command("sparkserve prune --dry-run; sparkserve prune --yes; sparkserve prune --build-cache")
 def prune(
     common: Common,
     *,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without being asked.")] = False,
+    build_cache: Annotated[bool, typer.Option("--build-cache", help="Docker's build cache too, all of it.")] = False,
     dry_run: DryRun = False,
     recipe: Recipe = None,
 ) -> None:
-    """Remove what neither the lock nor a container uses.
+    """Remove what neither a lock beside .env nor a container uses.
 
     Weights of other commits, partial files, rank and compile caches, engine images, saved logs: only what sparkserve
     made. Adopted files, files of others, and what a container has mounted are never touched.
@@ -236,27 +262,41 @@ def prune(
             output.show(tables.outcome_view(outcome, preview=True))
         return yes or output.ask("Remove all of this?")
 
-    found = storage.prune_storage(session(common, "prune", output, recipe=recipe), confirm, dry_run=dry_run)
+    run = session(common, "prune", output, recipe=recipe)
+    found = storage.prune_storage(run, confirm, dry_run=dry_run, build_cache=build_cache)
     view = "nothing to remove" if found.plan.is_empty else tables.outcome_view(found, preview=not found.report.applied)
     output.result("prune", tables.outcome_data(found), view)
 
 
-@command("sparkserve plan; sparkserve plan --live --json; sparkserve plan --recipe ./my-recipe")
+@command("sparkserve plan; sparkserve plan --live --json; sparkserve plan --against-running")
 def plan(
     common: Common,
     *,
     facts: Annotated[Path | None, typer.Option("--facts", help="Facts of another time, as --live keeps them.")] = None,
     live: Annotated[bool, typer.Option("--live", help="Look at both nodes first.")] = False,
+    against_running: Annotated[
+        bool,
+        typer.Option("--against-running", help="Show how the pair that runs differs; exit 4 where nobody knows why."),
+    ] = False,
     recipe: Recipe = None,
 ) -> None:
     """Show the exact container command of each rank.
 
     It asks no node and no network: what was last seen of the nodes is used, and what is not known is a named place.
+    --against-running looks at the pair that serves now, ours or one that a script of yours started.
     """
     from sparkserve import lifecycle, recipe_tables
 
     output = common.output
     run = session(common, "plan", output, recipe=recipe)
+    if against_running:
+        from sparkserve import takeover_story, takeover_tables
+
+        compared = takeover_story.compare_with_running(run)
+        code = EXIT_CHANGES if compared.unexplained else 0
+        data, view = takeover_tables.differences_data(compared), takeover_tables.differences_view(compared)
+        output.result("plan", data, view, exit_code=code)
+        raise typer.Exit(code)
     found = lifecycle.draw(run, facts, live=live)
     data = recipe_tables.blueprint_data(found, run.recipe)
     output.result("plan", data, *recipe_tables.blueprint_view(found, run.recipe))
@@ -295,6 +335,18 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code if end_streams() else code or EXIT_FAILED)
 
 
+def _done(error: BaseException) -> object:
+    """Give what was done of a plan before it failed or was interrupted."""
+    from sparkserve.plan import ApplyReport
+
+    for one in (error, error.__cause__):
+        if isinstance(report := getattr(one, "report", None), ApplyReport):
+            from sparkserve.tables import report_data
+
+            return report_data(report)
+    return None
+
+
 def _run(words: list[str]) -> int:
     """Run one command line; every failure becomes an exit code and, for `--json`, one object on stdout."""
     name = next((word for word in words if not word.startswith("-")), "sparkserve")
@@ -302,7 +354,7 @@ def _run(words: list[str]) -> int:
     try:
         code = app(args=words, standalone_mode=False)
     except SparkserveError as error:
-        output.error(name, error)
+        output.error(name, error, _done(error))
         return error.exit_code
     except TyperException as error:
         groups = [item.name for item in app.registered_groups]
@@ -312,7 +364,7 @@ def _run(words: list[str]) -> int:
         return EXIT_USAGE
     except (KeyboardInterrupt, typer.Abort) as error:
         stopped = interrupted(name, error)
-        output.error(name, stopped)
+        output.error(name, stopped, _done(error))
         return stopped.exit_code
     except BrokenPipeError:
         return EXIT_FAILED

@@ -85,12 +85,14 @@ def logs(  # noqa: PLR0913 - one for each option
     """Show both ranks' logs, interleaved by time."""
     from sparkserve import operations
     from sparkserve.engine_logs import LogQuery
+    from sparkserve.parameters import secrets_to_mask
 
     output = common.output
     own = session(common, "logs", output)
     if run and (follow or since):
         raise usage_error("usage", "--run shows a log that has ended: neither --follow nor --since", "leave one out")
-    query = LogQuery(rank, parse_seconds(since), grep=grep, follow=follow, secrets=(own.settings.hf_token,))
+    secrets = secrets_to_mask(own.settings)
+    query = LogQuery(rank, parse_seconds(since), grep=grep, follow=follow, secrets=secrets)
     lines = operations.read_logs(own, query, run)
     output.lines("logs", lines, lambda line: f"rank {line.rank}  {line.text}")
 

@@ -12,11 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from sparkserve import node_program
+from sparkserve import docker_program, node_program
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, Failures, SparkserveError, usage_error
 from sparkserve.hosts import Host, LocalHost, Process, UnreachableHost, connection_lost, expand_home
 from sparkserve.lock import Lock
@@ -35,23 +34,30 @@ ROLES: tuple[Role, Role] = ("head", "worker")
 Result = TypeVar("Result")
 # The exit code with which every shell says that there is no such command.
 _NOT_FOUND = 127
-# The node reads exactly the program's bytes from stdin; what follows on the same stream are requests.
-_BOOTSTRAP = "import sys; exec(compile(sys.stdin.buffer.read({size}), 'node_program', 'exec'))"
+# The node reads exactly the bytes of each part from stdin; what follows on the same stream are requests.
+_BOOTSTRAP = (
+    "import sys, types; [exec(compile(sys.stdin.buffer.read(size), name, 'exec'), "
+    "sys.modules.setdefault(name, types.ModuleType(name)).__dict__) for name, size in {sizes}]"
+)
+_PARTS = (docker_program.__file__, node_program.__file__)
 
 
 class NodeSession:
-    """The node program running on a node; many threads may ask at once."""
+    """The node program, or another that is asked as it is, running on a node; many threads may ask at once."""
 
-    def __init__(self, host: Host) -> None:
-        program = Path(node_program.__file__).read_bytes()
+    def __init__(self, host: Host, *sources: str) -> None:
+        *modules, program = [(Path(source).stem, Path(source).read_bytes()) for source in sources or _PARTS]
+        named = [("sparkserve", b""), *((f"sparkserve.{name}", text) for name, text in modules)]
+        parts = [*named, ("__main__", program[1])]
+        sizes = [(name, len(text)) for name, text in parts]
         self._host = host
-        self._process: Process = host.open([host.python, "-I", "-c", _BOOTSTRAP.format(size=len(program))])
+        self._process: Process = host.open([host.python, "-I", "-c", _BOOTSTRAP.format(sizes=sizes)])
         self._lock = threading.Lock()
         self._next = 0
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
         self._ended = False
         try:
-            self._send(program)
+            self._send(b"".join(text for _, text in parts))
         except SparkserveError:
             self._process.close()
             raise
@@ -144,6 +150,24 @@ def _node_error(node: str, do: str, error: Mapping[str, Any]) -> SparkserveError
     return SparkserveError(codes.get(error["errno"], "node_failed"), message, hints.get(error["errno"], ""), node)
 
 
+class _Once(Generic[Result]):
+    """A cached property that two threads never make twice, and that no other node waits for."""
+
+    def __init__(self, make: Callable[[Any], Result]) -> None:
+        self._make = make
+        self.__doc__ = make.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, node: Node, owner: type | None = None) -> Result:
+        with node.opening:
+            if self._name not in node.__dict__:
+                node.__dict__[self._name] = self._make(node)
+            found: Result = node.__dict__[self._name]
+            return found
+
+
 @dataclass
 class Node:
     """One machine of the pair, connected."""
@@ -151,18 +175,19 @@ class Node:
     role: Role
     host: Host
     settings: Settings = field(repr=False)
+    opening: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     @property
     def rank(self) -> int:
         """Rank 0 is the head, rank 1 the worker."""
         return ROLES.index(self.role)
 
-    @cached_property
+    @_Once
     def session(self) -> NodeSession:
-        """The node program, started once per command."""
+        """Start the node program, once per command."""
         return NodeSession(self.host)
 
-    @cached_property
+    @_Once
     def identity(self) -> dict[str, Any]:
         """Home, user, hostname and number of CPUs of the node's account."""
         found: dict[str, Any] = self.session.ask("hello", timeout=20)
@@ -190,7 +215,7 @@ class Node:
         """Where this node remembers hashes of unchanged files."""
         return f"{self.models_dir}/.sparkserve/proofs.json"
 
-    @cached_property
+    @_Once
     def adopted(self) -> dict[str, str]:
         """Files of others that this node uses in place: `<org>/<name>/<commit>/<path>` to absolute path."""
         path = f"{self.models_dir}/.sparkserve/adopted.json"
@@ -203,9 +228,9 @@ class Node:
         name = f"{manifest.directory}/{file.path}"
         return self.adopted.get(name) or f"{self.models_dir}/{name}"
 
-    @cached_property
+    @_Once
     def docker(self) -> docker.DockerClient:
-        """The node's Docker engine, over its socket or over the one SSH connection."""
+        """Open the node's Docker engine, over its socket or over the one SSH connection."""
         from sparkserve.docker_client import local_client, remote_client
 
         if isinstance(self.host, UnreachableHost):
@@ -275,12 +300,16 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Deployment:
-    """All that decides what the pair should be: what the owner set, what to serve, what that resolved to, and where."""
+    """All that decides what the pair should be: what the owner set, what to serve, what that resolved to, and where.
+
+    `build_options` (`--no-cache`, `--pull`) are asked for by hand, and ask for a build whatever is there.
+    """
 
     settings: Settings
     recipe: Recipe
     lock: Lock
     cluster: Cluster
+    build_options: tuple[str, ...] = ()
 
 
 @contextlib.contextmanager

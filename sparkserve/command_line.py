@@ -54,6 +54,11 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and touch
 Check = Annotated[bool, typer.Option("--check", help="As --dry-run, but exit 4 when something would change.")]
 Recipe = Annotated[str | None, typer.Option("--recipe", "-r", help="Recipe name or directory, for this run.")]
 
+SkipCheck = Annotated[
+    list[str] | None,
+    typer.Option("--skip-check", metavar="ID", help="Go on although this check fails; again for more."),
+]
+
 
 def command(examples: str, group: typer.Typer = app) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function a command: it gets `common` as one value, the user gets its options one by one."""

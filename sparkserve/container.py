@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import SecretStr
+
 from sparkserve.cluster import ROLES, Deployment, Node, Role
-from sparkserve.errors import SparkserveError
+from sparkserve.errors import SparkserveError, usage_error
 from sparkserve.parameters import (
     check_exposure,
     check_extra_args,
@@ -29,6 +31,7 @@ SPEC_LABEL = "sparkserve.spec"
 RUN_LABEL = "sparkserve.run"
 RECIPE_LABEL = "sparkserve.recipe"
 WEIGHTS_LABEL = "sparkserve.weights"
+_SECRET = re.compile(r"<secret\.([A-Za-z_][A-Za-z0-9_]*)>")
 # What no recipe decides. It belongs to the digest, so that a release that changes it replaces what runs.
 FIXED_OPTIONS: Mapping[str, Any] = {
     "network_mode": "host",
@@ -70,6 +73,7 @@ class BindMount:
     source: str
     target: str
     read_only: bool = True
+    owners: bool = False  # must be there, and is never made
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,8 @@ class ContainerSpec:
     oom_score_adj: int
     pids_limit: int | None
     stop_seconds: int
+    user: str = ""
+    directory: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     unresolved: tuple[str, ...] = ()
 
@@ -151,13 +157,15 @@ def _values(deployment: Deployment, rank: int, links: Mapping[Role, LinkPlace], 
     settings, recipe = deployment.settings, deployment.recipe
     parameters, ports = decide_parameters(settings, recipe), decide_ports(settings, recipe)
     role, link = ROLES[rank], links[ROLES[rank]]
+    # Engines want as many devices on one rank as on the other; the first is the link address's own.
+    halves = min(len(one.hcas) for one in links.values()) or None
     known: dict[str, object] = {
         "rank": rank,
         "head.link.address": links["head"].address or "<head.link.address>",
         "worker.link.address": links["worker"].address or "<worker.link.address>",
         "link.address": link.address or f"<{role}.link.address>",
         "link.interface": link.interface or f"<{role}.link.interface>",
-        "link.hcas": ",".join(link.hcas) or f"<{role}.link.hcas>",
+        "link.hcas": ",".join(link.hcas[:halves]) or f"<{role}.link.hcas>",
         "link.gid_index": f"<{role}.link.gid_index>" if link.gid_index is None else link.gid_index,
         "ports.api": ports.api,
         "ports.master": ports.master,
@@ -167,6 +175,7 @@ def _values(deployment: Deployment, rank: int, links: Mapping[Role, LinkPlace], 
         "image.id": image_id(image),
         **{name: getattr(parameters, name) for name in ("model_name", "context", "requests", "drafts")},
         "kv_bytes": recipe.memory.kv_bytes,
+        "dollar": "$",
         "image": image,
     }
     return {name: str(value) for name, value in known.items() if value is not None}
@@ -185,7 +194,11 @@ def _fill(deployment: Deployment, rank: int, values: Mapping[str, str], mounts: 
     switched = _switched(deployment, parameters, rank)
     words = [render(word, values) for word in (*launch.argv, *launch.more_argv, *own_argv, *switched)]
     env = {name: render(value, values) for name, value in {**launch.env, **own_env}.items()}
-    places = [BindMount(render(m.source, values), m.target, read_only=not m.writable) for m in box.mounts]
+    places = [
+        BindMount(render(m.source, values), m.target, read_only=not m.writable, owners=m.must_exist)
+        for m in box.mounts
+        if rank in m.ranks
+    ]
     spec = ContainerSpec(
         name=container_name(rank),
         image=values["image"],
@@ -202,6 +215,8 @@ def _fill(deployment: Deployment, rank: int, values: Mapping[str, str], mounts: 
         oom_score_adj=box.oom_score_adj,
         pids_limit=box.pids_limit,
         stop_seconds=box.stop_seconds,
+        user=box.user,
+        directory=box.directory,
     )
     return replace(spec, unresolved=_unresolved(spec))
 
@@ -228,7 +243,7 @@ def _switched(deployment: Deployment, parameters: Parameters, rank: int) -> list
 def _mounts(deployment: Deployment, rank: int, files: Mapping[str, str]) -> tuple[BindMount, ...]:
     recipe, node = deployment.recipe, deployment.cluster.node(ROLES[rank])
     mounts = [*_weights_mounts(deployment, node), *(BindMount(source, target) for target, source in files.items())]
-    if deployment.settings.api_key_file is not None and rank == 0:
+    if deployment.settings.api_key_file is not None and recipe.launch.api_key_mount and rank == 0:
         key_file = deployment.settings.api_key_file.expanduser()
         mounts.append(BindMount(str(Path.cwd() / key_file), recipe.launch.api_key_mount))
     # The template may stand where the weights have one of their own: the later mount of a target holds.
@@ -243,6 +258,22 @@ def _weights_mounts(deployment: Deployment, node: Node) -> list[BindMount]:
         if targets[manifest.name]
         for file in manifest.files
     ]
+
+
+def with_secrets(spec: ContainerSpec, values: Mapping[str, SecretStr]) -> ContainerSpec:
+    """Put secrets in, which a spec otherwise only names; just before its container is made, and to be kept nowhere."""
+
+    def put(text: str) -> str:
+        return _SECRET.sub(lambda match: values[match[1]].get_secret_value(), text)
+
+    texts = "\n".join([*spec.argv, *spec.env.values()])
+    missing = sorted({match[1] for match in _SECRET.finditer(texts)} - values.keys())
+    if missing:
+        message = f"{spec.name} needs secrets that nobody knows: {', '.join(missing)}"
+        hint = "SPARKSERVE_SECRETS_FILE should name a file (mode 0600) of NAME=value lines; `api_key` is the API key's"
+        raise usage_error("secret_unset", message, hint)
+    env = {name: put(value) for name, value in spec.env.items()}
+    return replace(spec, argv=tuple(map(put, spec.argv)), env=env)
 
 
 def check_resolved(spec: ContainerSpec) -> None:

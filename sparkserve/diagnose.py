@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import SecretStr
-
 from sparkserve import __version__, around, engine_logs, link, system
 from sparkserve.cluster import ROLES, Cluster, Node, connect
 from sparkserve.engine_facts import gather
@@ -22,8 +20,8 @@ from sparkserve.engine_logs import LogLine, LogQuery
 from sparkserve.errors import SparkserveError
 from sparkserve.hosts import mask
 from sparkserve.lifecycle import Session, draw
+from sparkserve.parameters import read_secrets
 from sparkserve.records import read_records
-from sparkserve.settings import read_secret
 from sparkserve.watch import Journal
 
 _LINES = 2000
@@ -57,7 +55,7 @@ class Archive:
 
 def write_archive(session: Session, directory: Path, settings: object) -> Archive:
     """Gather all that can be had, say of the rest why not, and write it as one tar.gz that only the owner can read."""
-    secrets = [session.settings.hf_token, *_key(session)]
+    secrets = [session.settings.hf_token, *read_secrets(session.settings).values()]
     stem = time.strftime("sparkserve-%Y%m%d-%H%M%S")
     path = directory / f"{stem}.tar.gz"
     files = [("settings.json", "settings and where they come from; a secret is ***", _json(settings)), *_files(session)]
@@ -71,11 +69,6 @@ def write_archive(session: Session, directory: Path, settings: object) -> Archiv
             archive.addfile(entry, io.BytesIO(content))
             members.append(Member(name, len(content), what))
     return Archive(str(path), tuple(members))
-
-
-def _key(session: Session) -> Iterator[SecretStr]:
-    if session.settings.api_key_file is not None:
-        yield read_secret(session.settings.api_key_file, "key of the API")
 
 
 def _files(session: Session) -> Iterator[tuple[str, str, str]]:

@@ -30,6 +30,8 @@ def docker_run_argv(spec: ContainerSpec) -> list[str]:
     words += [f"--oom-score-adj={spec.oom_score_adj}"]
     words += [] if spec.pids_limit is None else [f"--pids-limit={spec.pids_limit}"]
     words += [f"--stop-timeout={spec.stop_seconds}"]
+    words += [f"--user={spec.user}"] if spec.user else []
+    words += [f"--workdir={spec.directory}"] if spec.directory else []
     words += [f"--label={name}={value}" for name, value in spec.labels.items()]
     words += [f"--env={name}={value}" for name, value in spec.env.items()]
     words += [f"--mount={_mount_field(mount)}" for mount in spec.mounts]
@@ -54,6 +56,8 @@ def create_arguments(spec: ContainerSpec) -> tuple[dict[str, Any], dict[str, Any
         "environment": dict(spec.env),
         "labels": dict(spec.labels),
         "stop_timeout": spec.stop_seconds,
+        "user": spec.user or None,
+        "working_dir": spec.directory or None,
         "detach": True,
         "use_config_proxy": False,
     }

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role
-from sparkserve.container import ContainerSpec, check_resolved
+from sparkserve.container import ContainerSpec, check_resolved, with_secrets
 from sparkserve.docker_form import create_arguments
-from sparkserve.engine_facts import ContainerFacts, Facts, gather
+from sparkserve.engine_facts import ContainerFacts, Facts, gather, parse_memory
 from sparkserve.engine_stop import Stopping, abandon, stop
 from sparkserve.engine_watch import Launch, wait_until_ready
 from sparkserve.errors import EXIT_NOT_READY, Failures, SparkserveError
@@ -19,7 +19,8 @@ from sparkserve.plan import ApplyReport, Change, Work, key_of
 
 __all__ = ["Facts", "Launch", "gather", "new_run", "plan", "plan_stop"]
 STEP = "start"
-_DROP_CACHES = "/proc/sys/vm/drop_caches"
+DROP_CACHES = "/proc/sys/vm/drop_caches"
+_MEMINFO = "/proc/meminfo"
 _LEFTOVER = key_of("head", STEP, "old pair")
 # The daemon's own words, and what they mean for the owner of the pair.
 _REFUSALS = (
@@ -48,10 +49,11 @@ def plan(deployment: Deployment, facts: Mapping[Role, Facts], launch: Launch) ->
         return []
     if running and launch.serving == "loads":
         return [_ready(deployment, replace(launch, run=running), ())]
-    cluster = deployment.cluster
-    worker = _create(cluster, "worker", facts, launch, (*launch.needs, _LEFTOVER))
-    head = _create(cluster, "head", facts, launch, (*launch.needs, worker.key))
-    removal = [_remove_old(cluster, facts, launch)] if any(found.containers for found in facts.values()) else []
+    worker = _create(deployment, "worker", facts, launch, (*launch.needs, _LEFTOVER))
+    head = _create(deployment, "head", facts, launch, (*launch.needs, worker.key))
+    removal = (
+        [_remove_old(deployment.cluster, facts, launch)] if any(found.containers for found in facts.values()) else []
+    )
     return [*removal, worker, head, _ready(deployment, launch, (head.key,))]
 
 
@@ -119,15 +121,16 @@ def _remove_old(cluster: Cluster, facts: Mapping[Role, Facts], launch: Launch) -
 
 
 def _create(
-    cluster: Cluster, role: Role, facts: Mapping[Role, Facts], launch: Launch, needs: tuple[str, ...]
+    deployment: Deployment, role: Role, facts: Mapping[Role, Facts], launch: Launch, needs: tuple[str, ...]
 ) -> Change:
-    spec = launch.specs[role].of_run(launch.run)
+    spec, cluster = launch.specs[role].of_run(launch.run), deployment.cluster
+    had_pair = any(found.containers for found in facts.values())
 
     def action(work: Work) -> str:
         try:
             # The worker comes first: by then both nodes must have free pages.
-            cache = f"; {drop_page_caches(cluster)}" if role == "worker" else ""
-            proof = create(cluster.node(role), spec) + cache
+            cache = f"; {prepare_memory(deployment, launch, just_ended=had_pair)}" if role == "worker" else ""
+            proof = create(cluster.node(role), with_secrets(spec, launch.filling)) + cache
             work.check()
         except BaseException as error:
             left = abandon(cluster, Stopping(launch.runs_dir, secrets=launch.secrets))
@@ -157,21 +160,45 @@ def is_half_started(report: ApplyReport) -> bool:
 def look_at_sources(node: Node, specs: Mapping[Role, ContainerSpec]) -> dict[str, str]:
     """Tell of every file and device that the node's container will be given what it is: missing and unreadable too."""
     spec = specs[node.role]
-    paths = [*(mount.source for mount in spec.mounts if mount.read_only), *spec.devices]
+    owners = [mount.source for mount in spec.mounts if mount.owners]
+    paths = [*owners, *(mount.source for mount in spec.mounts if mount.read_only), *spec.devices]
     files = [{"path": path, "algorithm": "sha256"} for path in paths]
     found = node.session.ask("look", store=node.proofs_file, files=files)
-    return {path: found[path]["kind"] for path in paths}
+    # What is the owner's may be closed to us, and not to Docker.
+    return {path: found[path]["kind"] for path in paths if path not in owners or found[path]["kind"] == "missing"}
 
 
-def drop_page_caches(cluster: Cluster) -> str:
-    """Give the driver free pages, since it takes no cached ones; only where root is ours without a password."""
+def prepare_memory(deployment: Deployment, launch: Launch, *, just_ended: bool) -> str:
+    """Give the driver free pages, since it takes no cached ones, and look that both nodes have what a rank needs.
 
-    def drop(node: Node) -> bool:
+    Pages are dropped only where root is ours without a password. Where a pair has just ended, memory may still be on
+    its way back: that it is short is told then, and no reason to leave the owner without any pair.
+    """
+    needed = 0 if "memory" in launch.skipped_checks else deployment.recipe.memory.required_gib
+
+    def drop(node: Node) -> tuple[bool, float]:
         as_root = [] if node.identity["uid"] == 0 else ["sudo", "-n", "--"]
-        return node.host.run([*as_root, "tee", _DROP_CACHES], stdin=b"3\n", check=False).exit_code == 0
+        dropped = node.host.run([*as_root, "tee", DROP_CACHES], stdin=b"3\n", check=False).exit_code == 0
+        meminfo = node.session.ask("facts", files=[_MEMINFO])["files"][_MEMINFO] or ""
+        return dropped, parse_memory(meminfo).available / 2**30
 
-    kept = [role for role, dropped in cluster.on_both(drop).items() if not dropped]
-    return f"page cache kept on {' and '.join(kept)}: sudo asks for a password" if kept else "page caches dropped"
+    found = deployment.cluster.on_both(drop)
+    short = [
+        SparkserveError(
+            "memory_short",
+            f"{available:.1f} GiB of memory available; needed before a start: {needed:g} GiB",
+            "close other programs: `ps aux --sort=-rss | head` shows the largest",
+            role,
+            exit_code=EXIT_NOT_READY,
+        )
+        for role, (_, available) in found.items()
+        if available < needed
+    ]
+    if short and not just_ended:
+        raise Failures(short)
+    kept = [role for role, (dropped, _) in found.items() if not dropped]
+    pages = f"page cache kept on {' and '.join(kept)}: sudo asks for a password" if kept else "page caches dropped"
+    return "; ".join([pages, *map(str, short)])
 
 
 def has_removed(report: ApplyReport) -> bool:
@@ -184,8 +211,7 @@ def create(node: Node, spec: ContainerSpec) -> str:
     from sparkserve.docker_client import explained
 
     check_resolved(spec)
-    writable = [mount.source for mount in spec.mounts if not mount.read_only]
-    node.session.ask("mkdir", paths=writable)
+    node.session.ask("mkdir", paths=[mount.source for mount in spec.mounts if not (mount.read_only or mount.owners)])
     container, host = create_arguments(spec)
     try:
         with explained(node.role):

@@ -195,15 +195,16 @@ class Trouble:
 def find_trouble(lines: Iterable[LogLine], failures: Iterable[KnownFailure]) -> Trouble | None:
     """Find the earliest real error of both ranks.
 
-    A line that the recipe knows says more than an unknown one of the same rank; but an unknown one of the other rank
-    that came before it is the cause, and the known one ("my peer is gone") its echo.
+    A line that the recipe knows says more than an unknown one of the same rank; but an unknown one that came before it
+    is the cause where it is of the other rank, or where the known one only tells that serving is over ("my peer is
+    gone", "the engine is dead"): that is an echo.
     """
     ordered = sorted(lines, key=lambda line: line.moment)
     known, unknown = _first_known(ordered, tuple(failures)), _first_unknown(ordered, tuple(failures))
     if known is None or unknown is None:
         return known or unknown
-    is_echo = unknown.line.rank != known.line.rank and unknown.line.moment < known.line.moment
-    return unknown if is_echo else known
+    may_echo = unknown.line.rank != known.line.rank or (known.known is not None and known.known.serving)
+    return unknown if may_echo and unknown.line.moment < known.line.moment else known
 
 
 def _first_known(ordered: list[LogLine], failures: tuple[KnownFailure, ...]) -> Trouble | None:
@@ -214,7 +215,7 @@ def _first_known(ordered: list[LogLine], failures: tuple[KnownFailure, ...]) -> 
 def _first_unknown(ordered: list[LogLine], failures: tuple[KnownFailure, ...]) -> Trouble | None:
     for index, line in enumerate(ordered):
         if _ERROR.search(line.text) and match_failure(line.text, failures) is None:
-            return Trouble(_end_of_traceback(ordered[index:]) if _TRACEBACK in line.text else line)
+            return Trouble(_end_of_traceback([one for one in ordered[index:] if one.rank == line.rank]))
     return None
 
 
@@ -234,10 +235,14 @@ def match_phase(text: str, phases: Iterable[Phase]) -> str:
 
 
 def _end_of_traceback(lines: list[LogLine]) -> LogLine:
-    """Give the line under a traceback that names the error."""
-    rank = lines[0].rank
-    own = [line for line in lines[1:] if line.rank == rank]
-    return next((line for line in own if line.text.strip() and not line.text.startswith((" ", "\t"))), lines[0])
+    """Give the line that names the error, where the first or second of these begins a traceback: the one below it."""
+    for index, line in enumerate(lines[:2]):
+        before, found, _ = line.text.partition(_TRACEBACK)
+        if found:  # each of its lines may have the same process and time in front
+            rest = [one for one in lines[index + 1 :] if one.text.startswith(before)]
+            texts = [(one, one.text[len(before) :]) for one in rest]
+            return next((one for one, text in texts if text.strip() and not text.startswith((" ", "\t"))), lines[0])
+    return lines[0]
 
 
 def last_words(lines: Iterable[LogLine], secrets: tuple[SecretStr | None, ...] = ()) -> Mapping[Role, str]:

@@ -18,13 +18,19 @@ from sparkserve.engine_logs import LogFollower, LogLine, find_trouble, last_word
 from sparkserve.engine_stop import Stopping, abandon
 from sparkserve.errors import SparkserveError
 from sparkserve.hosts import mask
-from sparkserve.plan import Work
+from sparkserve.plan import ASIDE, Work
 from sparkserve.readiness import Prober
 from sparkserve.recipe import Recipe
 
 _POLL_SECONDS = 0.4
 # So long may a node be silent before the start is given up: a machine that loads 100 GB answers late.
 _SILENCE_SECONDS = 30.0
+_GIB = 2**30
+_OPEN_EACH = 'for file; do true < "$file" || echo "$file"; done'
+_NO_SHELL = (126, 127)
+_SHOWN = 70  # characters of a log line
+_CLOSED = "Permission denied"
+_OPEN = "the container's user must be able to read it, and to enter every folder above"
 Serving = Literal["answers", "loads", "broken"]
 
 
@@ -43,7 +49,9 @@ class Launch:
     serving: Serving = "loads"
     needs: tuple[str, ...] = ()
     secrets: tuple[SecretStr | None, ...] = ()
+    filling: Mapping[str, SecretStr] = field(default_factory=dict)
     kernels: Mapping[Role, str] = field(default_factory=dict)
+    skipped_checks: tuple[str, ...] = ()
     # Filled while the ranks load: when each phase was first seen, in seconds after the wait began.
     phases: dict[str, float] = field(default_factory=dict, compare=False)
 
@@ -57,6 +65,7 @@ class _Look:
     container: ContainerFacts | None
     lines: list[LogLine]
     available: int
+    killed_at: int | None
 
 
 @dataclass
@@ -102,7 +111,10 @@ class _Watch:
             (role, look.container) for role, look in looks.items() if not (look.container and look.container.is_running)
         ]
         if ended:
+            # One rank soon ends with the other: which one the guard of its node killed is asked once more.
+            self._check_guards(self.cluster.try_both(self._ask_guard)[0])
             raise self._rank_ended(ended)
+        self._check_guards({role: look.killed_at for role, look in looks.items()})
         self._check_fatal([line for look in looks.values() for line in look.lines])
 
     def _look_at(self, node: Node) -> _Look:
@@ -112,7 +124,49 @@ class _Watch:
         answer = raw["docker"][path]
         container = None if answer.get("status") == 404 else parse_container(docker_body(answer, node.role))
         # The log is read after the state, so that an ended container's last words are complete.
-        return _Look(container, follower.read(), parse_memory(raw["files"]["/proc/meminfo"] or "").available)
+        available = parse_memory(raw["files"]["/proc/meminfo"] or "").available
+        return _Look(container, follower.read(), available, self._ask_guard(node))
+
+    def _ask_guard(self, node: Node) -> int | None:
+        """Let the node watch its own memory, and tell at which MemAvailable it had to kill its rank."""
+        floor = int(self.recipe.memory.guard_gib * _GIB)
+        container = self.followers[node.role].container
+        answer = node.session.ask("guard", timeout=LOOK_SECONDS, container=container, floor=floor)
+        killed_at: int | None = answer["killed_at"]
+        return killed_at
+
+    def _check_guards(self, killed: Mapping[Role, int | None]) -> None:
+        for role, available in killed.items():
+            if available is not None:
+                rank, floor = ROLES.index(role), self.recipe.memory.guard_gib
+                left = f"{available / _GIB:.1f} GiB of memory were left, needed: {floor:g} GiB"
+                message = f"rank {rank} was killed {self._where(role)}, before the machine hangs: {left}"
+                error = self.failure("memory_floor", message, role)
+                error.hint = f"close other programs on that node, or serve less (context, requests); {error.hint}"
+                raise error
+
+    def check_readable(self) -> None:
+        """Open every file that the engine will read, inside its container and as its user."""
+        found, unasked = self.cluster.try_both(self._find_unreadable)
+        for role, (paths, words) in found.items():
+            if paths:
+                more = f" and {len(paths) - 1} more files" if len(paths) > 1 else ""
+                message = f"rank {ROLES.index(role)} cannot read {paths[0]}{more} from inside its container"
+                hint = (
+                    f"`ls -l {paths[0]}`: the container's user must be able to read it and to enter each folder above"
+                )
+                raise SparkserveError("model_unreadable", message, hint, role, words)
+        self.warnings += [f"{role}: not proved that the engine can read its files: {unasked[role]}" for role in unasked]
+
+    def _find_unreadable(self, node: Node) -> tuple[list[str], str]:
+        files = {mount.target: mount.source for mount in self.launch.specs[node.role].mounts if mount.read_only}
+        argv = ["docker", "exec", self.followers[node.role].container, "sh", "-c", _OPEN_EACH, "sh", *files]
+        answer = node.host.run(argv, timeout=LOOK_SECONDS, check=False)
+        if answer.exit_code in _NO_SHELL:
+            raise SparkserveError("image_shell", "the image has no `sh`", node=node.role)
+        # Any other failure means that the container has ended: the next look tells why.
+        closed = answer.text.splitlines() if answer.exit_code == 0 else []
+        return [files[target] for target in closed], answer.error_text
 
     def _take(self, role: Role, line: LogLine) -> None:
         if phase := match_phase(line.text, self.recipe.phases):
@@ -154,13 +208,15 @@ class _Watch:
         """Build the error of a failed start: the earliest real error of either log, cause, advice, last lines."""
         trouble = find_trouble(self.lines, self.recipe.failures)
         details = [cause.details or str(cause)] if cause else []
-        hint = "`sparkserve logs` shows both logs"
+        hint = "`sparkserve logs --run last` shows both logs"
         if trouble:
             said = time.strftime("%H:%M:%S", time.localtime(trouble.line.moment))
             details.append(f"first error, rank {trouble.line.rank} at {said}: {trouble.line.text.strip()}")
         if trouble and trouble.known:
             details.append(f"cause: {trouble.known.cause}")
             hint = f"{trouble.known.advice}; {hint}"
+        elif trouble and _CLOSED in trouble.line.text:
+            hint = f"{_OPEN}; {hint}"
         for other, text in last_words(self.lines).items():
             details.append(f"last line of rank {ROLES.index(other)}: {text}")
         exit_code = cause.exit_code if cause else 1
@@ -179,8 +235,11 @@ class _Watch:
     def line_of_state(self, probing: str) -> str:
         """Say in one line how far both ranks are."""
         ranks = [f"rank {ROLES.index(role)}: {self.phases.get(role) or 'starting'}" for role in ROLES]
-        available = " / ".join(f"{self.available.get(role, 0) / 2**30:.1f}" for role in ROLES)
-        return f"{'; '.join(ranks)}; {probing}; {available} GiB available; {self.elapsed:.0f} s"
+        available = " / ".join(f"{self.available.get(role, 0) / _GIB:.1f}" for role in ROLES)
+        state = f"{'; '.join(ranks)}; {probing}; {available} GiB available; {self.elapsed:.0f} s"
+        last = next((line for line in reversed(self.lines) if line.text.strip()), None)
+        text = mask(last.text.strip(), self.launch.secrets)[:_SHOWN] if last else ""
+        return f"{state}{ASIDE}rank {last.rank} says: {text}" if last else state
 
 
 def wait_until_ready(cluster: Cluster, recipe: Recipe, launch: Launch, work: Work) -> str:
@@ -190,6 +249,7 @@ def wait_until_ready(cluster: Cluster, recipe: Recipe, launch: Launch, work: Wor
     try:
         watch.find_containers()
         prober.start()
+        watch.check_readable()
         while not prober.answered:
             work.check()
             watch.look()

@@ -49,7 +49,12 @@ class SparkserveError(Exception):
 
 
 class Failures(SparkserveError):
-    """Several failures told together, such as those of both nodes or all bad settings."""
+    """Several failures told together, such as those of both nodes or all bad settings.
+
+    `report` is set where a plan failed in part: what was done of it all the same (a `plan.ApplyReport`).
+    """
+
+    report: object = None
 
     def __init__(self, errors: list[SparkserveError]) -> None:
         first = errors[0]

@@ -145,7 +145,7 @@ class Source:
 
     def _wrong_size(self, total: int) -> Trouble:
         text = f"{self._wanted} has {total} bytes there; needed, by the lock: {self._wanted.file.size}"
-        hint = "`sparkserve lock --update --dry-run` shows what the hub has; a mirror may be broken: see HF_ENDPOINT"
+        hint = "`sparkserve lock --check` compares the lock with the hub; a mirror may be broken: see HF_ENDPOINT"
         return Trouble(SparkserveError("wrong_size", text, hint), 3)
 
     def _refusal(self, exchange: Exchange) -> Trouble:
@@ -163,7 +163,7 @@ class Source:
             return Trouble(SparkserveError("link_refused", text, _AGAIN, details=details), 5)
         if status == 404 and exchange.headers.get("X-Error-Code") != "RepoNotFound":
             text = f"{settings.hf_endpoint} has no {self._wanted}"
-            hint = "`sparkserve lock --update` resolves the sources anew; a mirror may lack it: look at HF_ENDPOINT"
+            hint = "`sparkserve lock --check` compares the lock with the hub; a mirror may lack it: look at HF_ENDPOINT"
             return Trouble(SparkserveError("hub_file_missing", text, hint, details=details), 1)
         gated = exchange.headers.get("X-Error-Code") == "GatedRepo" and settings.hf_token is not None
         return Trouble(hub_refused(settings, self._wanted.repository, 403 if gated else status, details), 1)

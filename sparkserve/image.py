@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from sparkserve.cluster import Deployment, Node, Role
 from sparkserve.errors import usage_error
-from sparkserve.image_build import BuildFile, Order, build, pull
+from sparkserve.image_build import BuildFile, Order, build, known_flags, prove, pull
 from sparkserve.image_facts import Facts, ImageFacts
 from sparkserve.image_facts import gather as gather_image
-from sparkserve.image_ship import ship
+from sparkserve.image_ship import count_shared, ship
 from sparkserve.lock import NAME as LOCK_NAME
 from sparkserve.lock import Lock
-from sparkserve.plan import Change, Work, key_of
+from sparkserve.plan import Change, key_of
 from sparkserve.recipe import Recipe
 
+_REPOSITORY_LABEL = "sparkserve.engine.repository"
 BUILD_STEP = "build"
 SHIP_STEP = "ship"
 _LANE = "image"
@@ -80,7 +82,7 @@ def labels_of(recipe: Recipe, lock: Lock) -> dict[str, str]:
         return {}
     return {
         "sparkserve.recipe": recipe.name,
-        "sparkserve.engine.repository": lock.image.engine_repository,
+        _REPOSITORY_LABEL: lock.image.engine_repository,
         "sparkserve.engine.commit": lock.image.engine_commit,
         "sparkserve.context": content_hash(recipe, lock),
     }
@@ -93,52 +95,87 @@ def long_flags(recipe: Recipe) -> tuple[str, ...]:
 
 
 def gather(node: Node, deployment: Deployment) -> Facts:
-    """Ask a node's Docker engine for the wanted image, and for its room."""
-    return gather_image(node, tag_of(deployment.recipe, deployment.lock))
+    """Ask a node's Docker engine for the wanted image and for its room; the head remembers what its engine knows."""
+    facts = gather_image(node, tag_of(deployment.recipe, deployment.lock))
+    if node.role == "head" and facts.image is not None:
+        return replace(facts, known_flags=known_flags(facts.image.id, deployment.recipe.image))
+    return facts
 
 
 def plan(deployment: Deployment, facts: Mapping[Role, Facts]) -> list[Change]:
     """Plan the build (or pull) on the head and the way to the worker, where the image is not what is wanted."""
-    recipe, lock = deployment.recipe, deployment.lock
-    tag = tag_of(recipe, lock)
-    head, worker = facts["head"].image, facts["worker"].image
+    recipe, head, worker = deployment.recipe, facts["head"], facts["worker"].image
+    differs = _find_difference(deployment, head.image)
+    unknown = set(long_flags(recipe)) - head.known_flags if recipe.image.flags_help else set()
     changes = []
-    differs = _find_difference(recipe, lock, head)
     if differs:
-        changes.append(_build_change(recipe, lock, deployment, differs))
-    if differs or head is None or worker is None or worker.layers != head.layers:
-        before = "absent" if worker is None else "other layers" if head and not differs else "not known to be the same"
-        size = head.size if head and not differs else recipe.image.expected_bytes
-
-        def send(work: Work) -> str:
-            return ship(deployment.cluster, tag, work)
-
-        needs = (key_of("head", BUILD_STEP, tag),)
-        changes.append(Change("worker", SHIP_STEP, tag, before, "the head's layers", send, needs, _LANE, size))
+        changes.append(_build_change(deployment, differs))
+    elif unknown:
+        changes.append(_flags_change(deployment, sorted(unknown)))
+    if differs or head.image is None:
+        before = "absent" if worker is None else "not known to be the same"
+        changes.append(_ship_change(deployment, before, recipe.image.expected_bytes))
+    elif worker is None or worker.layers != head.image.layers:
+        shared = count_shared(head, facts["worker"])
+        other = "absent" if worker is None else "other layers"
+        before = f"{shared} of {len(head.image.layers)} layers" if shared else other
+        changes.append(_ship_change(deployment, before, head.image.size_above(shared)))
     return changes
 
 
-def _find_difference(recipe: Recipe, lock: Lock, image: ImageFacts | None) -> str:
-    """Say what is not as wanted of the head's image; empty when nothing is."""
+def _find_difference(deployment: Deployment, image: ImageFacts | None) -> str:
+    """Say why the head's image is not what is wanted; empty when it is."""
+    recipe, options = deployment.recipe, deployment.build_options
+    if "--no-cache" in options and not recipe.image.dockerfile:
+        message = f"recipe {recipe.name} names a finished image: there is no build that could do without its cache"
+        raise usage_error("nothing_to_build", message, "sparkserve build --pull")
     if image is None:
         return "absent"
-    differing = [key for key, value in labels_of(recipe, lock).items() if image.labels.get(key) != value]
+    differing = [key for key, value in labels_of(recipe, deployment.lock).items() if image.labels.get(key) != value]
     # The same commit of a moved repository is the same engine.
-    differing = [key for key in differing if key != "sparkserve.engine.repository"]
+    differing = [key for key in differing if key != _REPOSITORY_LABEL]
     if differing:
         return f"another {differing[0]}: {image.labels.get(differing[0])}"
     if recipe.image.architecture not in ("any", image.architecture):
         return f"for {image.architecture}"
-    return ""
+    return f"there, but {' '.join(options)}" if options else ""
 
 
-def _build_change(recipe: Recipe, lock: Lock, deployment: Deployment, before: str) -> Change:
-    tag, image = tag_of(recipe, lock), recipe.image
-    files = build_files(recipe) if image.dockerfile else {}
-    order = Order(tag, image, lock.image, files, labels_of(recipe, lock), long_flags(recipe))
+def _build_change(deployment: Deployment, before: str) -> Change:
+    image, lock = deployment.recipe.image, deployment.lock.image
     make = build if image.dockerfile else pull
-    what = (
-        f"built from engine {lock.image.engine_commit[:12]}" if image.dockerfile else f"pulled {lock.image.reference}"
-    )
+    what = f"built from engine {lock.engine_commit[:12]}" if image.dockerfile else f"pulled {lock.reference}"
+    order = _order(deployment)
     action = partial(make, deployment.cluster.head, order)
-    return Change("head", BUILD_STEP, tag, before, what, action, lane=_LANE, size=image.expected_bytes)
+    return Change("head", BUILD_STEP, order.tag, before, what, action, lane=_LANE, size=image.expected_bytes)
+
+
+def _flags_change(deployment: Deployment, unknown: Sequence[str]) -> Change:
+    """Plan to ask an image that is there for flags which no recipe asked it for: it may be that of another recipe."""
+    order = _order(deployment)
+    # It is as wanted already, but for the address of its repository, which may have moved.
+    order = replace(order, labels={key: text for key, text in order.labels.items() if key != _REPOSITORY_LABEL})
+    action = partial(prove, deployment.cluster.head, order, order.tag)
+    before = f"there; not asked whether its engine knows {', '.join(unknown)}"
+    return Change("head", BUILD_STEP, order.tag, before, "asked", action, lane=_LANE)
+
+
+def _order(deployment: Deployment) -> Order:
+    recipe, lock = deployment.recipe, deployment.lock
+    files = build_files(recipe) if recipe.image.dockerfile else {}
+    return Order(
+        tag_of(recipe, lock),
+        recipe.image,
+        lock.image,
+        files,
+        labels_of(recipe, lock),
+        long_flags(recipe),
+        deployment.build_options,
+    )
+
+
+def _ship_change(deployment: Deployment, before: str, size: int) -> Change:
+    tag = tag_of(deployment.recipe, deployment.lock)
+    action = partial(ship, deployment.cluster, tag)
+    needs = (key_of("head", BUILD_STEP, tag),)
+    return Change("worker", SHIP_STEP, tag, before, "the head's layers", action, needs, _LANE, size)

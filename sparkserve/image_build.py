@@ -6,10 +6,11 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparkserve import state_file
 from sparkserve.cluster import Node, state_dir
 from sparkserve.errors import SparkserveError
 from sparkserve.git import export_commit, fetch_commit
@@ -46,6 +47,7 @@ class Order:
     files: Mapping[str, BuildFile]
     labels: Mapping[str, str]
     flags: tuple[str, ...]
+    options: tuple[str, ...] = ()
 
 
 def build(node: Node, order: Order, work: Work) -> str:
@@ -60,7 +62,7 @@ def build(node: Node, order: Order, work: Work) -> str:
         export_commit(node.host, place, locked.engine_commit, directory, work.check)
         _run_build(node, order, candidate, directory, work)
     try:
-        return _prove(node, order, candidate, work)
+        return prove(node, order, candidate, work)
     finally:
         node.host.run(["docker", "image", "rm", "--no-prune", candidate], check=False)
 
@@ -68,7 +70,7 @@ def build(node: Node, order: Order, work: Work) -> str:
 def pull(node: Node, order: Order, work: Work) -> str:
     """Pull the finished image unless it is there, prove it, and only then give it our name."""
     reference = order.locked.reference
-    if look(node, reference) is None:
+    if look(node, reference) is None or order.options:
         check_room(node, gather(node, order.tag), order.image.expected_bytes, "pull the image")
         layers: dict[str, str] = {}
 
@@ -82,7 +84,7 @@ def pull(node: Node, order: Order, work: Work) -> str:
         if result.exit_code != 0:
             message = f"cannot pull {reference}"
             raise SparkserveError("pull_failed", message, "docker pull tells more", node.role, result.text[-4000:])
-    return _prove(node, order, reference, work)
+    return prove(node, order, reference, work)
 
 
 @contextlib.contextmanager
@@ -104,7 +106,7 @@ def _context(node: Node, order: Order) -> Iterator[str]:
 
 def _run_build(node: Node, order: Order, name: str, directory: str, work: Work) -> None:
     arguments = {"BASE": order.locked.base, "MAX_JOBS": str(_jobs(node)), **order.image.build_arguments}
-    argv = [*_builder(node.host), "--file", f"{directory}/{order.image.dockerfile}", "--tag", name]
+    argv = [*_builder(node.host), *order.options, "--file", f"{directory}/{order.image.dockerfile}", "--tag", name]
     for key, value in order.labels.items():
         argv += ["--label", f"{key}={value}"]
     for key, value in arguments.items():
@@ -151,13 +153,14 @@ def _jobs(node: Node) -> int:
     return max(1, min(int(node.identity["cpus"]), available // _BYTES_PER_JOB))
 
 
-def _prove(node: Node, order: Order, name: str, work: Work) -> str:
+def prove(node: Node, order: Order, name: str, work: Work) -> str:
     """Prove labels, architecture, entry point and flags of an image; then name it, and look that the name is there."""
     found = look(node, name)
     if found is None:
         raise SparkserveError("image_missing", f"Docker made no image {name}", node=node.role)
     _check_content(node, order, found)
     flags = _check_flags(node, order, name, work)
+    keep_known_flags(found.id, order.image, order.flags)
     node.host.run(["docker", "tag", name, order.tag])
     named = look(node, order.tag)
     if named is None or named.layers != found.layers:
@@ -185,8 +188,9 @@ def _check_flags(node: Node, order: Order, name: str, work: Work) -> str:
     entry, *first = order.image.entrypoint
     limits = ["--rm", "--init", "--network", "none", "--name", container]
     argv = ["docker", "run", *limits, "--entrypoint", entry, name, *first, *order.image.flags_help]
+    said: list[str] = []  # all of it: vLLM's help has a thousand lines
     try:
-        answer = follow(node.host, argv, _with_deadline(work.check, node.role))
+        answer = follow(node.host, argv, _with_deadline(work.check, node.role), said.append)
     finally:
         node.host.run(["docker", "rm", "--force", container], check=False)
     if answer.exit_code != 0:
@@ -194,12 +198,32 @@ def _check_flags(node: Node, order: Order, name: str, work: Work) -> str:
         message = f"the engine in the image does not start: `{shown}` ends with {answer.exit_code}"
         hint = "look at `entrypoint` and `flags_help` of the recipe, and at its Dockerfile"
         raise SparkserveError("image_entrypoint", message, hint, node.role, answer.text[-4000:])
-    unknown = [flag for flag in order.flags if not re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", answer.text)]
+    text = "\n".join(said)
+    unknown = [flag for flag in order.flags if not re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", text)]
     if unknown:
         message = f"the engine in the image does not know {', '.join(unknown)}"
         hint = f"it is {order.locked.engine_repository or name}; take the flag out of the recipe, or use another engine"
         raise SparkserveError("image_flags", message, hint, node.role, answer.text[-4000:])
     return f"starts and knows all {len(order.flags)} flags"
+
+
+def known_flags(image_id: str, image: Image) -> frozenset[str]:
+    """Give the flags that the engine in an image was asked for, in the way in which this recipe asks."""
+    return frozenset(state_file.read(_flags_file()).get(_flags_key(image_id, image), ()))
+
+
+def keep_known_flags(image_id: str, image: Image, flags: Iterable[str]) -> None:
+    """Remember that the engine in an image knows these flags, too."""
+    known = known_flags(image_id, image) | set(flags)
+    state_file.write(_flags_file(), state_file.read(_flags_file()) | {_flags_key(image_id, image): sorted(known)})
+
+
+def _flags_file() -> Path:
+    return state_dir(process_environment()) / "image-flags.json"
+
+
+def _flags_key(image_id: str, image: Image) -> str:
+    return " ".join([image_id, *image.entrypoint, *image.flags_help])
 
 
 def _with_deadline(check: Callable[[], None], role: str) -> Callable[[], None]:

@@ -106,19 +106,13 @@ def bytes_missing(lock: Lock, facts: Facts) -> int:
     return sum(item.file.size - facts.partial_bytes.get(item.name, 0) for item in broken)
 
 
-def hash_files(
-    node: Node,
-    places: Mapping[str, ManifestFile],
-    tell: Callable[[int], None],
-    *,
-    gentle: bool = False,
-) -> dict[str, FileFacts]:
+def hash_files(node: Node, places: Mapping[str, ManifestFile], tell: Callable[[int], None]) -> dict[str, FileFacts]:
     """Hash files, given by path, on their node, which remembers the results; `tell` hears of the bytes read."""
     if not places:
         return {}
     files = [{"path": path, "algorithm": file.algorithm, "size": file.size} for path, file in places.items()]
     rows = node.session.ask(
-        "hash", store=node.proofs_file, files=files, gentle=gentle, on_progress=lambda progress: tell(progress["bytes"])
+        "hash", store=node.proofs_file, files=files, on_progress=lambda progress: tell(progress["bytes"])
     )
     return {path: FileFacts(row["kind"], row["size"], row["digest"]) for path, row in rows.items()}
 

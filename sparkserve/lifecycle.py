@@ -8,18 +8,20 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from pydantic import SecretStr
 
 from sparkserve import (
     attempt,
     blueprint,
+    check_catalog,
     checks,
     engine,
     link,
     lock,
     planning,
+    preflight,
     recipe_git,
     records,
     sources,
@@ -69,6 +71,8 @@ class Session:
     recipe: Recipe
     environment: Mapping[str, str]
     voice: Voice
+    skip_checks: tuple[str, ...] = ()
+    build_options: tuple[str, ...] = ()
 
     @property
     def settings(self) -> Settings:
@@ -121,11 +125,13 @@ class Outcome:
 
 
 def open_session(
-    command: str, env_file: Path, environment: Mapping[str, str], flags: Mapping[str, object], voice: Voice
+    command: str, env_file: Path, environment: Mapping[str, str], flags: Mapping[str, Any], voice: Voice
 ) -> Session:
     """Read settings and recipe, with everything that is wrong in them told at once."""
+    skipped = check_catalog.known_ids(flags.get("skip_check") or ())
     loaded = load(env_file, environment, flags)
-    return Session(command, loaded, find_recipe(loaded.settings.recipe, environment), environment, voice)
+    recipe = find_recipe(loaded.settings.recipe, environment)
+    return Session(command, loaded, recipe, environment, voice, skipped, flags.get("build_options", ()))
 
 
 def find_recipe(name: str, environment: Mapping[str, str]) -> Recipe:
@@ -174,7 +180,7 @@ def deployed(session: Session, *, offline: bool = False) -> Iterator[tuple[Deplo
         raise usage_error("lock_missing", f"there is no {session.lock_file}", "sparkserve lock")
     found, is_new = resolve_lock(session)
     with connect(session.settings) as cluster:
-        yield Deployment(session.settings, session.recipe, found, cluster), is_new
+        yield Deployment(session.settings, session.recipe, found, cluster, session.build_options), is_new
 
 
 def run_steps(
@@ -237,7 +243,7 @@ def plan_steps(
             session.voice.warn(f"{change.node} is not tuned ({change.before}); `sparkserve tune` sets {change.after}")
         for text in session.recipe.warnings:
             session.voice.warn(text)
-        start = planning.plan_start(deployment, session.state / "runs", every)
+        start = planning.plan_start(deployment, session.state / "runs", every, session.skip_checks)
         blueprint.save_facts(session.facts_file, blueprint.see(deployment.cluster, start.links))
         every += start.changes
     chosen, pending = select(every, steps)
@@ -249,11 +255,13 @@ def plan_steps(
 def prepare(session: Session, deployment: Deployment, wanted: Plan, start: planning.Starting | None) -> None:
     """Hold the preflight: everything that would stop the plan half-way is told before its first change."""
     unlock_sudo(session, deployment.cluster, {change.node for change in wanted.changes if change.lane == "sudo"})
-    found = planning.preflight(deployment, wanted.changes, start)
+    found = preflight.preflight(deployment, wanted.changes, start)
     for check in found:
-        if check.verdict == "warn":
-            session.voice.warn(f"{check.node}: {check.observed}; better: {check.needed}")
-    checks.raise_failures(found)
+        is_skipped = check.id in session.skip_checks
+        if check.verdict != "ok" and (is_skipped or check.verdict != "fail"):
+            named = f"check {check.id}{' (skipped)' * is_skipped}, {check.node or 'both nodes'}"
+            session.voice.warn(f"{named}: {check.observed}; better: {check.needed}")
+    checks.raise_failures(check for check in found if check.id not in session.skip_checks)
 
 
 def unlock_sudo(session: Session, cluster: Cluster, roles: Collection[str]) -> None:
@@ -302,6 +310,8 @@ def summarize(step: str, applied: list[Applied]) -> list[StepRow]:
         proof = done[-1].proof
         if len(done) > 1 and size:
             proof = f"{len(done)} files, {checks.show_size(size)}: size and hash right"
+            if step == "prune":
+                proof = f"{len(done)} gone, {checks.show_size(size)}"
         seconds = max(item.ended for item in done) - min(item.begun for item in done)
         rows.append(StepRow(step, node, proof, seconds, changed=True))
     return rows or [StepRow(step, "both", "as wanted already", 0.0, changed=False)]

@@ -1,4 +1,7 @@
-"""Read-only facts of the cable: which interface of each node owns the link address, its RDMA devices and GID index."""
+"""Read-only facts of the cable: which interface of each node owns the link address, its RDMA devices and GID index.
+
+Names are never carried from one node to the other, and never taken from the default route: an address decides.
+"""
 
 from __future__ import annotations
 
@@ -7,56 +10,51 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from sparkserve.cluster import Node
+from sparkserve.cluster import ROLES, Node, Role
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
+from sparkserve.link_rdma import RDMA_GLOBS, RdmaDevice, find_gid_index, parse_rdma
 
 _PORT_SUFFIX = re.compile(r"(f\d+np\d+|f\d+)$")
-_GLOBS = {
-    "speed": "/sys/class/net/*/speed",
-    "netdev": "/sys/class/infiniband/*/device/net/*",
-    "state": "/sys/class/infiniband/*/ports/1/state",
-    "gid": "/sys/class/infiniband/*/ports/1/gids/*",
-    "type": "/sys/class/infiniband/*/ports/1/gid_attrs/types/*",
-    "ndev": "/sys/class/infiniband/*/ports/1/gid_attrs/ndevs/*",
+_DOMAIN = re.compile(r"^en(P\d+)?p")
+_LINK_LOCAL = ipaddress.IPv4Network("169.254.0.0/16")
+# What is made of software; a veth may be a cable, but never one that hangs on a bridge or that Docker named.
+_SOFT_KINDS = frozenset({"bridge", "tun", "wireguard", "dummy", "ifb", "vxlan", "macvlan", "ipvlan", "gre", "sit"})
+_SOFT_NAMES = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "tailscale", "zt")
+_COMMANDS = {
+    "ip": ["ip", "-json", "-details", "address"],
+    "routes": ["ip", "-json", "-4", "route", "show", "default"],
+    "ssh": ["printenv", "SSH_CONNECTION"],
 }
-
-
-@dataclass(frozen=True)
-class Gid:
-    """One entry of an RDMA device's address table."""
-
-    index: int
-    address: str
-    kind: str
-    interface: str
-
-
-@dataclass(frozen=True)
-class RdmaDevice:
-    """One RDMA device: the interface it belongs to, whether its port is active, its addresses."""
-
-    name: str
-    interface: str
-    active: bool
-    gids: tuple[Gid, ...]
+_GLOBS = {"wireless": "/sys/class/net/*/phy80211", "speed": "/sys/class/net/*/speed", **RDMA_GLOBS}
 
 
 @dataclass(frozen=True)
 class Interface:
-    """One network interface; speed in Mb/s, None where the driver does not say."""
+    """One network interface; speed in Mb/s, None where the driver does not say.
+
+    `networks` are those of `addresses`, in the same order; `soft` is what is no port of the machine.
+    """
 
     name: str
     addresses: tuple[str, ...]
     mtu: int
     up: bool
     speed_mbps: int | None
+    networks: tuple[str, ...] = ()
+    soft: bool = False
+    wireless: bool = False
 
 
 @dataclass(frozen=True)
 class LinkFacts:
-    """What one node knows of the cable; `interface` is empty where nothing owns the link address."""
+    """What one node knows of the cable; `interface` is empty where nothing owns the link address.
+
+    `default_routes` are the interfaces of its default routes; `ssh` is the client's and this node's own address of the
+    connection that asked, both empty where there is none.
+    """
 
     address: str
     interface: str
@@ -66,54 +64,117 @@ class LinkFacts:
     mtu: int
     speed_mbps: int | None
     interfaces: tuple[Interface, ...]
+    devices: tuple[RdmaDevice, ...] = ()
+    default_routes: tuple[str, ...] = ()
+    ssh: tuple[str, str] = ("", "")
+
+    @property
+    def cable_mbps(self) -> int | None:
+        """What the cable should give by its devices: the rate of the RDMA port, else the interface's speed."""
+        rates = [one.rate_mbps for one in self.devices if one.name in self.hcas and one.rate_mbps]
+        return max(rates, default=self.speed_mbps)
+
+
+@dataclass(frozen=True)
+class Management:
+    """Where SSH reaches a node: its interface and address, empty where they are not known."""
+
+    interface: str
+    address: str
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One way to name the cable in the settings; the best is first where there are several."""
+
+    head_address: str
+    worker_address: str
+    head_interface: str
+    worker_interface: str
+    mtu: int
+    speed_mbps: int | None
+    rdma: bool
+    why: str
 
 
 def gather(node: Node) -> LinkFacts:
     """Read interfaces and RDMA devices of a node in one request."""
-    raw = node.session.ask("facts", commands={"ip": ["ip", "-json", "address"]}, globs=list(_GLOBS.values()))
-    return parse(raw, node.link_address)
+    return parse(node.session.ask("facts", commands=_COMMANDS, globs=list(_GLOBS.values())), node.link_address)
 
 
 def parse(raw: Mapping[str, Any], address: str) -> LinkFacts:
     """Work out the link of a node from its raw facts."""
     found = {name: raw["globs"][pattern] for name, pattern in _GLOBS.items()}
-    interfaces = parse_interfaces(raw["commands"]["ip"], found["speed"])
+    interfaces = parse_interfaces(raw["commands"]["ip"], found)
     owner = next((item for item in interfaces if address and address in item.addresses), None)
-    if owner is None:
-        return LinkFacts(address, "", "", (), None, 0, None, interfaces)
-    twin = _find_twin(owner.name, interfaces)
     devices = parse_rdma(found)
+    routes, ssh = _default_routes(raw["commands"]["routes"]), _ssh_addresses(raw["commands"]["ssh"])
+    if owner is None:
+        return LinkFacts(address, "", "", (), None, 0, None, interfaces, devices, routes, ssh)
+    twin = _find_twin(owner.name, interfaces)
     own = next((device for device in devices if device.interface == owner.name and device.active), None)
     index = find_gid_index(own, address, owner.name) if own else None
     halves = sorted(
         (item for item in devices if item.active and item.interface in (owner.name, twin)), key=_is_not(own)
     )
     hcas = tuple(device.name for device in halves if device is own or _answers_at(device, index))
-    return LinkFacts(address, owner.name, twin, hcas, index, owner.mtu, owner.speed_mbps, interfaces)
+    speed = owner.speed_mbps
+    return LinkFacts(address, owner.name, twin, hcas, index, owner.mtu, speed, interfaces, devices, routes, ssh)
 
 
-def parse_interfaces(answer: Mapping[str, Any] | None, speeds: Mapping[str, str | None]) -> tuple[Interface, ...]:
+def parse_interfaces(
+    answer: Mapping[str, Any] | None, found: Mapping[str, Mapping[str, str | None]]
+) -> tuple[Interface, ...]:
     """Read what `ip -json address` answered; no answer is not the same as no interfaces."""
+    rows = _read_rows(answer, "ip -json address")
+    return tuple(_interface(row, found) for row in rows if row.get("ifname") and row["ifname"] != "lo")
+
+
+def _read_rows(answer: Mapping[str, Any] | None, asked: str) -> list[dict[str, Any]]:
+    """Read the JSON of iproute2."""
     try:
-        rows = json.loads(answer["out"]) if answer and answer["code"] == 0 else None
+        if answer and answer["code"] == 0:
+            rows: list[dict[str, Any]] = json.loads(answer["out"])
+            return rows
     except ValueError:
-        rows = None
-    if rows is None:
-        message = "cannot see the network interfaces: `ip -json address` gave no answer"
-        hint = "sudo apt-get install iproute2"
-        details = answer["err"] if answer else ""
-        raise SparkserveError("link_unseen", message, hint, details=details, exit_code=EXIT_COULD_NOT_LOOK)
-    return tuple(
-        Interface(
-            name=row["ifname"],
-            addresses=tuple(item["local"] for item in row.get("addr_info", ()) if item.get("family") == "inet"),
-            mtu=row.get("mtu", 0),
-            up="LOWER_UP" in row.get("flags", ()),
-            speed_mbps=_speed(speeds.get(f"/sys/class/net/{row['ifname']}/speed")),
-        )
-        for row in rows
-        if row.get("ifname") and row["ifname"] != "lo"
+        pass
+    message, hint = f"cannot see the network interfaces: `{asked}` gave no answer", "sudo apt-get install iproute2"
+    details = answer["err"] if answer else ""
+    raise SparkserveError("link_unseen", message, hint, details=details, exit_code=EXIT_COULD_NOT_LOOK)
+
+
+def _interface(row: Mapping[str, Any], found: Mapping[str, Mapping[str, str | None]]) -> Interface:
+    name = row["ifname"]
+    own = [item for item in row.get("addr_info", ()) if item.get("family") == "inet"]
+    kind = row.get("linkinfo", {}).get("info_kind", "")
+    return Interface(
+        name=name,
+        addresses=tuple(item["local"] for item in own),
+        mtu=row.get("mtu", 0),
+        up="LOWER_UP" in row.get("flags", ()),
+        speed_mbps=_speed(found["speed"].get(f"/sys/class/net/{name}/speed")),
+        networks=tuple(_network(item["local"], item.get("prefixlen", 32)) for item in own),
+        soft=kind in _SOFT_KINDS or "master" in row or name.startswith(_SOFT_NAMES),
+        wireless=f"/sys/class/net/{name}/phy80211" in found["wireless"] or name.startswith("wl"),
     )
+
+
+def _network(address: str, length: int) -> str:
+    return str(ipaddress.IPv4Network(f"{address}/{length}", strict=False))
+
+
+def _default_routes(answer: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Give the interfaces of the default routes; a node without one is no failure."""
+    if answer and answer["code"] == 0 and not answer["out"].strip():  # iproute2 of old says nothing instead of []
+        return ()
+    rows = _read_rows(answer, "ip -json route show default")
+    return tuple(dict.fromkeys(row["dev"] for row in rows if "dev" in row))
+
+
+def _ssh_addresses(answer: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Give both ends of the SSH connection, from SSH_CONNECTION: client, its port, server, its port."""
+    words = answer["out"].split() if answer and answer["code"] == 0 else []
+    return (words[0], words[2]) if len(words) == 4 else ("", "")
 
 
 def _speed(text: str | None) -> int | None:
@@ -130,42 +191,6 @@ def _find_twin(name: str, interfaces: tuple[Interface, ...]) -> str:
     return others[0] if len(others) == 1 else ""
 
 
-def parse_rdma(found: Mapping[str, Mapping[str, str | None]]) -> tuple[RdmaDevice, ...]:
-    """Read the RDMA devices from the files of /sys/class/infiniband."""
-    netdevs = {path.split("/")[4]: path.rsplit("/", 1)[1] for path in found["netdev"]}
-    return tuple(
-        RdmaDevice(
-            name=name,
-            interface=netdevs.get(name, ""),
-            active="ACTIVE" in (found["state"].get(f"/sys/class/infiniband/{name}/ports/1/state") or ""),
-            gids=tuple(_gids(name, found)),
-        )
-        for name in sorted({path.split("/")[4] for path in found["state"]})
-    )
-
-
-def _gids(device: str, found: Mapping[str, Mapping[str, str | None]]) -> list[Gid]:
-    root = f"/sys/class/infiniband/{device}/ports/1"
-    gids = []
-    for path, text in found["gid"].items():
-        folder, _, index = path.rpartition("/")
-        if folder == f"{root}/gids" and text and text.strip():
-            kind = (found["type"].get(f"{root}/gid_attrs/types/{index}") or "").strip()
-            interface = (found["ndev"].get(f"{root}/gid_attrs/ndevs/{index}") or "").strip()
-            gids.append(Gid(int(index), text.strip(), kind, interface))
-    return sorted(gids, key=lambda gid: gid.index)
-
-
-def find_gid_index(device: RdmaDevice, address: str, interface: str) -> int | None:
-    """Find the RoCE v2 entry of the link's IPv4 address; it differs per node and moves, so it is never remembered."""
-    wanted = ipaddress.IPv6Address(f"::ffff:{address}")
-    for gid in device.gids:
-        right_kind = gid.kind == "RoCE v2" and gid.interface in ("", interface)
-        if right_kind and ipaddress.IPv6Address(gid.address) == wanted:
-            return gid.index
-    return None
-
-
 def _is_not(own: RdmaDevice | None) -> Callable[[RdmaDevice], bool]:
     """Give a sort key that puts the device of the link address first."""
     return lambda device: device is not own
@@ -177,3 +202,68 @@ def _answers_at(device: RdmaDevice, index: int | None) -> bool:
         gid.index == index and gid.kind == "RoCE v2" and ipaddress.IPv6Address(gid.address).ipv4_mapped is not None
         for gid in device.gids
     )
+
+
+def find_management(seen: Mapping[Role, LinkFacts]) -> dict[Role, Management]:
+    """Find both ends of the SSH connection to the worker; behind a jump host only the worker's end is known."""
+    return {
+        role: next(
+            (Management(item.name, address) for item in seen[role].interfaces if address in item.addresses),
+            Management("", ""),
+        )
+        for role, address in zip(ROLES, seen["worker"].ssh, strict=True)
+        if role in seen
+    }
+
+
+# -- proposals --------------------------------------------------------------------------------------------------------
+
+
+def propose(seen: Mapping[Role, LinkFacts]) -> list[Proposal]:
+    """Give the pairs of addresses that may be the two ends of the cable, the likeliest first."""
+    head, worker = seen["head"], seen["worker"]
+    found = [
+        (_rank(proposal), proposal)
+        for ours, theirs in product(_ends(head), _ends(worker))
+        if ours[2] == theirs[2] and ours[1] != theirs[1]
+        for proposal in [_proposal((head, *ours), (worker, *theirs))]
+    ]
+    routed = [item for item in found if not _is_link_local(item[1].head_address)]
+    return [proposal for _, proposal in sorted(routed or found, key=lambda item: item[0])]
+
+
+def _ends(facts: LinkFacts) -> list[tuple[Interface, str, str]]:
+    """List interface, address and network of all that may be an end of the cable."""
+    return [
+        (item, address, network)
+        for item in facts.interfaces
+        if item.up and not item.soft and not item.wireless and item.name not in facts.default_routes
+        for address, network in zip(item.addresses, item.networks, strict=True)
+    ]
+
+
+def _proposal(ours: tuple[LinkFacts, Interface, str, str], theirs: tuple[LinkFacts, Interface, str, str]) -> Proposal:
+    (head, head_end, head_address, network), (worker, worker_end, worker_address, _) = ours, theirs
+    rdma = _can_rdma(head, head_end) and _can_rdma(worker, worker_end)
+    speeds = [item.speed_mbps for item in (head_end, worker_end) if item.speed_mbps]
+    speed, mtu = min(speeds, default=None), min(head_end.mtu, worker_end.mtu)
+    words = [f"both in {network}", "RDMA on both" if rdma else "no RDMA", f"MTU {mtu}"]
+    if speed:
+        words.insert(2, f"{speed / 1000:g} Gb/s")
+    if _is_link_local(head_address):
+        words.append("link-local, which may change at any boot")
+    return Proposal(head_address, worker_address, head_end.name, worker_end.name, mtu, speed, rdma, ", ".join(words))
+
+
+def _can_rdma(facts: LinkFacts, interface: Interface) -> bool:
+    return any(device.active and device.interface == interface.name for device in facts.devices)
+
+
+def _is_link_local(address: str) -> bool:
+    return ipaddress.IPv4Address(address) in _LINK_LOCAL
+
+
+def _rank(one: Proposal) -> tuple[bool, int, int, bool, int]:
+    """Order by RDMA, speed and MTU; then halves that answer each other, and the first half of a port."""
+    halves = [(_DOMAIN.match(name) or [""])[0] for name in (one.head_interface, one.worker_interface)]
+    return not one.rdma, -(one.speed_mbps or 0), -one.mtu, halves[0] != halves[1], sum(map(len, halves))

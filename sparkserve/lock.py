@@ -105,6 +105,12 @@ def read_any_lock(path: Path, recipe: Recipe) -> Lock | None:
         return None
 
 
+def read_others(path: Path) -> list[Lock]:
+    """Read every other lock beside this one: those of the settings' recipe and of recipes named for one run."""
+    beside = sorted(path.parent.glob("sparkserve.*lock.json"))
+    return [lock for other in beside if other.name != path.name and (lock := _parse(other)) is not None]
+
+
 def recipe_of(path: Path) -> str:
     """Tell which recipe a lock is of; empty where there is none that can be read."""
     try:
@@ -152,7 +158,7 @@ def find_disagreements(lock: Lock, recipe: Recipe, settings: Settings) -> list[S
     found += [*_other_weights(lock, recipe), *_other_template(lock, recipe)]
     found += _other_engine(lock.image, recipe, settings) if recipe.image.dockerfile else []
     reference = settings.image or recipe.image.reference
-    if not recipe.image.dockerfile and lock.image.reference.partition("@")[2] != reference.partition("@")[2]:
+    if not recipe.image.dockerfile and lock.image.reference.rpartition("@")[2] != reference.rpartition("@")[2]:
         found.append(f"it locks image {lock.image.reference}, not {reference}")
     hint = "`sparkserve lock --update` resolves the sources anew"
     return [usage_error("lock_differs", f"the lock does not fit: {text}", hint) for text in found]

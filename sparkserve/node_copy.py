@@ -79,7 +79,7 @@ def copy(job: Copy, work: Work) -> None:
     raise SparkserveError(
         "wrong_content",
         f"{job.file.path} arrived twice with {job.file.algorithm} {observed}; needed: {job.file.digest}",
-        f"the file on the {job.source.role} may have changed: `sparkserve download` proves it again",
+        f"the file on the {job.source.role} may have changed: `sparkserve weights verify --full --repair`",
         job.target.role,
     )
 
@@ -158,7 +158,7 @@ class _Stream:
             self._file = os.open(job.source_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             text = f"cannot read {job.source_path}: {error.strerror}"
-            hint = "`sparkserve download --check` tells what is there"
+            hint = "`sparkserve weights verify` tells what is there, with --repair it fetches what is not"
             raise SparkserveError("source_unreadable", text, hint, job.source.role) from error
         os.lseek(self._file, offset, os.SEEK_SET)
         return self._file

@@ -1,9 +1,9 @@
 """The one program that is sent to a node: it answers JSON lines with facts, file states, hashes and small file changes.
 
-Standard library only, Python 3.9 or newer, and nothing of sparkserve is imported: the text of this file travels over
-the connection and runs on the node's own python3. It ends with its standard input, so nothing stays behind when the
-connection is cut. A request is `{"id", "do", ...}`; answers are `{"id", "progress"}` any number of times, then one
-`{"id", "result"}` or `{"id", "error": {"kind", "text"}}`.
+Standard library only, Python 3.9 or newer: the text of this file and of `docker_program`, the one module that it
+imports, travels over the connection and runs on the node's own python3. It ends with its standard input, so nothing
+stays behind when the connection is cut. A request is `{"id", "do", ...}`; answers are `{"id", "progress"}` any number
+of times, then one `{"id", "result"}` or `{"id", "error": {"kind", "text"}}`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import fcntl
 import glob
 import hashlib
-import http.client
 import json
 import os
 import pathlib
@@ -26,9 +25,10 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable
 from typing import Any
+
+from sparkserve.docker_program import docker_get, docker_logs, guard, serves
 
 Request = dict[str, Any]
 CHUNK = 8 * 1024 * 1024
@@ -121,62 +121,6 @@ def read_glob(pattern: str) -> dict[str, str | None]:
     The kernel's device trees loop and hold files that block, so nothing is walked: the pattern names every level.
     """
     return {path: "" if os.path.isdir(path) else read_text(path) for path in sorted(glob.glob(pattern))}
-
-
-class DockerConnection(http.client.HTTPConnection):
-    """HTTP over the Docker engine's socket."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__("docker", timeout=15)
-        self._path = path
-
-    def connect(self) -> None:
-        """Open the socket."""
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
-
-
-def docker_get(path: str, read: Callable[[Any], dict[str, Any]] | None = None) -> dict[str, Any]:
-    """Ask the Docker engine; gives `status` and `body`, or `error`: missing, refused, permission, timeout, failed."""
-    address = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
-    connection = DockerConnection(address[len("unix://") :] if address.startswith("unix://") else address)
-    kinds: Any = {FileNotFoundError: "missing", ConnectionRefusedError: "refused", PermissionError: "permission"}
-    try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        if read and response.status == 200:
-            return read(response)
-        return {"status": response.status, "body": json.loads(response.read() or b"null")}
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        return {"error": kinds.get(type(error), "timeout" if isinstance(error, TimeoutError) else "failed")}
-    finally:
-        connection.close()
-
-
-def docker_logs(request: Request) -> dict[str, Any]:
-    """Read a container's log from a moment on, about `limit` bytes of it: `lines` of `[time, text]`, oldest first."""
-    query = {name: request[name] for name in ("since", "tail") if request.get(name)}
-    words = urllib.parse.urlencode({"stdout": 1, "stderr": 1, "timestamps": 1, **query})
-    limit = request.get("limit", 4 << 20)
-    return docker_get(f"/containers/{request['container']}/logs?{words}", lambda stream: read_frames(stream, limit))
-
-
-def read_frames(stream: Any, limit: int) -> dict[str, Any]:  # noqa: ANN401 - anything with read()
-    """Take Docker's frames apart: 8 bytes of header (stream, 3 zeros, size), then one line or a part of a long one."""
-    lines: list[list[str]] = []
-    size = 0
-    is_open = False
-    while (size <= limit or is_open) and (header := stream.read(8)):
-        frame = stream.read(int.from_bytes(header[4:8], "big")).decode(errors="replace")
-        moment, _, text = frame.partition(" ")
-        if is_open:
-            lines[-1][1] += text.rstrip("\n")
-        else:
-            lines.append([moment, text.rstrip("\n")])
-        is_open = not text.endswith("\n")
-        size += len(frame)
-    return {"status": 200, "lines": lines, "more": size > limit, "time": time.time()}
 
 
 def port_state(port: int) -> str:
@@ -288,12 +232,13 @@ def hash_file(path: str, algorithm: str, tell: Callable[[int], None]) -> tuple[o
 
 
 def hash_files(request: Request, tell: Callable[[dict[str, int]], None]) -> dict[str, Any]:
-    """Hash files side by side, largest first; answers path to `{"kind", "size", "digest"}`."""
+    """Hash files side by side, largest first; beside an engine one by one. Path to `{"kind", "size", "digest"}`."""
     memory = Remembered(request["store"])
     done, told = [0], [0.0]
     counting = threading.Lock()
-    if request.get("gentle"):
-        os.nice(19)
+    gentle = serves()
+    if gentle:
+        os.nice(19)  # of this thread and those that it makes
 
     def count(size: int) -> None:
         with counting:
@@ -317,7 +262,7 @@ def hash_files(request: Request, tell: Callable[[dict[str, int]], None]) -> dict
             memory.add(path, found, algorithm, digest)
         return path, {"kind": "file", "size": found.st_size, "digest": digest}
 
-    workers = 1 if request.get("gentle") else request.get("workers") or len(os.sched_getaffinity(0))
+    workers = 1 if gentle else request.get("workers") or len(os.sched_getaffinity(0))
     files = sorted(request["files"], key=lambda file: -file.get("size", 0))
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         return dict(pool.map(one, files))
@@ -366,6 +311,7 @@ ACTIONS = {
     "hello": hello,
     "facts": facts,
     "docker_logs": docker_logs,
+    "guard": guard,
     "look": look,
     "mkdir": make_directories,
     "settle": settle,

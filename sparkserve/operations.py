@@ -9,14 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from sparkserve import around, blueprint, engine, engine_logs, lifecycle, link, lock, records, status_look
+from sparkserve import around, blueprint, engine, engine_logs, lifecycle, link, link_proof, lock, records, status_look
 from sparkserve.around import AroundFacts, Trend
+from sparkserve.checks import Check
 from sparkserve.cluster import Cluster, Deployment, Role, connect, is_locked, pair_lock
 from sparkserve.endpoint import Endpoint, open_endpoint
 from sparkserve.engine_logs import LogLine, LogQuery
 from sparkserve.engine_stop import Stopping
 from sparkserve.lifecycle import Outcome, Session
-from sparkserve.parameters import decide_parameters
+from sparkserve.link_oddities import find_oddities
+from sparkserve.parameters import decide_parameters, decide_ports, secrets_to_mask
 from sparkserve.plan import Plan, apply
 from sparkserve.records import Record
 from sparkserve.status_look import Question, Status
@@ -167,7 +169,10 @@ def watch(session: Session) -> Iterator[Event]:
 
         def restart() -> str:
             eyes.close()
-            outcome = lifecycle.run_steps(following(session), ("start",))
+            run = following(session)
+            # What the owner's start left out would keep the pair down for ever.
+            run.skip_checks = records.skipped_checks(records.last_answered(records.read_records(state / "runs")))
+            outcome = lifecycle.run_steps(run, ("start",))
             return outcome.report.applied[-1].proof if outcome.report.applied else "it serves already"
 
         rules = Rules(
@@ -192,7 +197,7 @@ def stop(session: Session, *, force: bool, dry_run: bool) -> Outcome:
     """End both ranks and prove on each node that nothing of ours is left."""
     with connect(session.settings, lenient=True) as cluster:
         facts, _ = cluster.try_both(engine.gather)
-        stopping = Stopping(session.state / "runs", force=force, secrets=(session.settings.hf_token,))
+        stopping = Stopping(session.state / "runs", force=force, secrets=secrets_to_mask(session.settings))
         wanted = Plan(tuple(engine.plan_stop(cluster, facts, stopping)))
         if dry_run:
             return Outcome(("stop",), wanted)
@@ -228,3 +233,44 @@ def read_logs(session: Session, query: LogQuery, run: str = "") -> Iterator[LogL
 def history(session: Session) -> list[Record]:
     """List the starts that were recorded, newest first."""
     return records.read_records(session.state / "runs")
+
+
+# -- the cable --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cable:
+    """The cable as it is: both nodes' names and facts, where SSH goes, what is odd, and what else it could be."""
+
+    names: dict[Role, str]
+    links: dict[Role, link.LinkFacts]
+    management: dict[Role, link.Management]
+    odd: list[str]
+    proposals: list[link.Proposal]
+    checks: list[Check]
+
+
+def see_cable(session: Session, *, floor: float | None = None) -> Cable:
+    """Look at the cable; with a floor, in Gb/s, prove it as well."""
+    with connect(session.settings) as cluster:
+        links = cluster.on_both(link.gather)
+        names = cluster.on_both(lambda node: str(node.identity["hostname"]))
+        checks = prove_cable(session, cluster, links, floor) if floor is not None else []
+    management = link.find_management(links)
+    return Cable(names, links, management, find_oddities(links, management), link.propose(links), checks)
+
+
+def prove_cable(session: Session, cluster: Cluster, links: dict[Role, link.LinkFacts], floor: float) -> list[Check]:
+    """Prove the cable; what would take bandwidth from a pair that works for somebody is left out."""
+    endpoint = open_endpoint(session.settings, session.recipe)
+
+    def is_idle() -> bool:
+        question = Question(cluster, session.recipe, endpoint, session.state / "movement.json", ask_token=False)
+        evidence = status_look.look(replace(question, patience=_GLANCE_SECONDS)).evidence
+        return bool(evidence.samples) and not evidence.in_flight
+
+    try:
+        port = decide_ports(session.settings, session.recipe).master
+        return link_proof.prove(cluster, links, master_port=port, floor=floor, is_idle=is_idle)
+    finally:
+        endpoint.close()

@@ -37,6 +37,7 @@ class Output:
 
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
+        self.takes_defaults = False
         self.is_live = mode is Mode.HUMAN and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def _console(self, *, stderr: bool) -> Console:
@@ -46,6 +47,15 @@ class Output:
         # A pipe has no width of its own: lines stay whole there, so that grep and awk can work on them.
         width = None if stream.isatty() else _PIPE_WIDTH
         return Console(stderr=stderr, width=width, soft_wrap=not stream.isatty(), emoji=False)
+
+    @property
+    def can_draw(self) -> bool:
+        """Whether stdout takes characters that draw boxes."""
+        try:
+            "╞═╡".encode(sys.stdout.encoding or "ascii")
+        except (UnicodeEncodeError, LookupError):
+            return False
+        return True
 
     def say(self, text: str) -> None:
         """Tell a person something on the way, on stderr."""
@@ -127,16 +137,30 @@ class Output:
             print(f"log: {log}", file=sys.stderr)
         sys.stderr.flush()
 
-    def ask(self, question: str) -> bool:
+    @property
+    def _has_person(self) -> bool:
+        return sys.stdin.isatty() and self.mode is Mode.HUMAN
+
+    def ask(self, question: str, flag: str = "--yes") -> bool:
         """Ask a person for a yes; anything else than a terminal is told which flag says it."""
-        if not (sys.stdin.isatty() and self.mode is Mode.HUMAN):
-            raise SparkserveError("needs_yes", f"{question} needs an answer", "add --yes", exit_code=2)
+        if not self._has_person:
+            raise SparkserveError("needs_yes", f"{question} needs an answer", f"add {flag}", exit_code=2)
         print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
+    def ask_value(self, question: str, default: str, flag: str) -> str:
+        """Ask a person for a value; where nobody is there the default stands, and no default is told the flag."""
+        answer = default
+        if self._has_person and not self.takes_defaults:
+            print(f"{question} [{default}]: " if default else f"{question}: ", end="", file=sys.stderr, flush=True)
+            answer = sys.stdin.readline().strip() or default
+        if not answer:
+            raise SparkserveError("needs_value", f"an answer is needed: {question}", f"add {flag}", exit_code=2)
+        return answer
+
     def ask_secret(self, question: str) -> str | None:
         """Ask a person for a secret; None where nobody is there."""
-        if not (sys.stdin.isatty() and self.mode is Mode.HUMAN):
+        if not self._has_person:
             return None
         import getpass
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable
 
+from pydantic import SecretStr
+
 from sparkserve.errors import Failures, SparkserveError, usage_error
 from sparkserve.recipe import Parameters, Ports, Recipe
-from sparkserve.settings import Settings, variable_name
+from sparkserve.settings import Settings, parse_env, read_private, read_secret, variable_name
 
 _CHANGEABLE = ("model_name", "context", "requests", "drafts", "thinking")
-_LOOPBACK = ("127.", "::1")
+LOOPBACK = ("127.", "::1")
 
 
 def decide_parameters(settings: Settings, recipe: Recipe) -> Parameters:
@@ -71,15 +74,37 @@ def api_address(settings: Settings, recipe: Recipe) -> str:
 
 def check_exposure(settings: Settings, recipe: Recipe) -> None:
     """Refuse an API that others can reach without a key, and a key that the engine could not be given."""
-    if settings.api_key_file is None and not settings.api_host.startswith(_LOOPBACK):
+    if not (settings.api_key_file or settings.api_open or settings.api_host.startswith(LOOPBACK)):
         raise usage_error(
             "api_open",
             f"the API would listen on {settings.api_host} without a key",
-            "set SPARKSERVE_API_KEY_FILE to a file (mode 0600) that holds one, or SPARKSERVE_API_HOST=127.0.0.1",
+            "sparkserve key new; or SPARKSERVE_API_HOST=127.0.0.1, or SPARKSERVE_API_OPEN=yes if everyone may use it",
         )
-    if settings.api_key_file is not None and not recipe.launch.api_key_mount:
+    takes_key = recipe.launch.api_key_mount or any("${secret.api_key}" in text for text in recipe.templated_texts())
+    if settings.api_key_file is not None and not takes_key:
         message = f"SPARKSERVE_API_KEY_FILE is set, but recipe {recipe.name} cannot give its engine a key"
         raise usage_error("api_key_unsupported", message, "remove SPARKSERVE_API_KEY_FILE from the settings")
+
+
+def read_secrets(settings: Settings) -> dict[str, SecretStr]:
+    """Read what every `${secret.NAME}` stands for."""
+    values: dict[str, SecretStr] = {}
+    if settings.secrets_file is not None:
+        found, errors = parse_env(read_private(settings.secrets_file, "secrets of the engine"))
+        if errors:
+            raise Failures(errors)
+        values = {name: SecretStr(value) for name, value in found.items()}
+    if settings.api_key_file is not None:
+        values["api_key"] = read_secret(settings.api_key_file, "the API key")
+    return values
+
+
+def secrets_to_mask(settings: Settings) -> tuple[SecretStr | None, ...]:
+    """List what no log may show; a file that cannot be read keeps nobody from looking at a pair, or ending it."""
+    values: dict[str, SecretStr] = {}
+    with contextlib.suppress(SparkserveError):
+        values = read_secrets(settings)
+    return settings.hf_token, *values.values()
 
 
 def launcher_flags(recipe: Recipe) -> frozenset[str]:

@@ -17,6 +17,8 @@ DEFAULT_WIDTHS: Mapping[str, int] = {"download": 3, "copy": 3, "hash": 2, "image
 _DEFAULT_WIDTH = 4
 # After this many failures of one kind the rest of that kind is not tried: forty times the same answer helps nobody.
 _LANE_PATIENCE = 2
+# What follows it in a note is shown beside the rest, and makes no news of its own.
+ASIDE = " | "
 
 
 class Work(Protocol):
@@ -112,7 +114,9 @@ class ApplyReport:
         for error in (single for _, failed in self.failed for single in flatten(failed)):
             kinds.setdefault((error.code, error.node, error.hint), []).append(error)
         if kinds:
-            raise Failures([_join(same) for same in kinds.values()])
+            failures = Failures([_join(same) for same in kinds.values()])
+            failures.report = self
+            raise failures
 
 
 def _join(same: list[SparkserveError]) -> SparkserveError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sparkserve.errors import SparkserveError
-from sparkserve.plan import Applied, Change, Plan, Reporter
+from sparkserve.plan import ASIDE, Applied, Change, Plan, Reporter
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,6 +22,7 @@ Say = Callable[[str], None]
 _RATE_SECONDS = 30.0
 # From this size on a file is shown on its own.
 _LARGE_BYTES = 1_000_000_000
+_NUMBER = re.compile(r"[\d.]+")
 
 
 @dataclass
@@ -179,21 +181,26 @@ class GroupReporter:
 
 
 class LineReporter(GroupReporter):
-    """One line per interval and group, for pipes and logs."""
+    """One line per interval and group, for pipes and logs; what counts no bytes also tells its new phases at once."""
 
-    def __init__(self, plan: Plan, say: Say, interval: float = 10.0) -> None:
+    def __init__(self, plan: Plan, say: Say, interval: float = 10.0, phase_interval: float = 60.0) -> None:
         super().__init__(plan)
         self._say = say
         self._interval = interval
-        self._shown: dict[int, tuple[float, str]] = {}
+        self._phase_interval = phase_interval
+        self._said: dict[int, float] = {}
+        self._phases: set[str] = set()
 
     def show(self, group: Group) -> None:
         """See `GroupReporter`."""
-        now = time.monotonic()
-        then, _ = self._shown.get(id(group), (0.0, ""))
-        text = group.describe()
-        if now - then >= self._interval:
-            self._shown[id(group)] = (now, text)
+        now, text = time.monotonic(), group.describe()
+        # Seconds, gigabytes and layers go on within a phase.
+        phase = "" if group.total else _NUMBER.sub("", text.partition(ASIDE)[0])
+        is_new = bool(phase) and phase not in self._phases
+        interval = self._interval if group.total else self._phase_interval
+        if is_new or now - self._said.get(id(group), float("-inf")) >= interval:
+            self._said[id(group)] = now
+            self._phases.add(phase)
             self._say(text)
 
     def say(self, text: str) -> None:

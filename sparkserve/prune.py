@@ -1,4 +1,4 @@
-"""What can go: files of ours that neither the lock nor a container uses; nothing of others is listed or touched."""
+"""What can go: files of ours that neither a lock nor a container uses; nothing of others is listed or touched."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparkserve.cluster import Node
 from sparkserve.engine_facts import docker_body
 from sparkserve.engine_logs import saved_runs
 from sparkserve.errors import SparkserveError
-from sparkserve.inventory import PARTIALS, gather, list_items
+from sparkserve.inventory import PARTIALS, Item, gather, list_items
 from sparkserve.lock import Lock
 from sparkserve.manifest import find_problem
 from sparkserve.partial import JOURNAL_SUFFIX
@@ -26,16 +26,22 @@ _IMAGE_LABEL = "sparkserve.recipe"
 # What caches are kept apart by: the id of weights or image, or the hash of what a file is made of.
 _ID = re.compile(r"[0-9a-f]{12}|[0-9a-f]{16}")
 _CONTAINERS, _IMAGES = "/containers/json?all=1", "/images/json"
+_BUILD_CACHE = "/system/df?type=build-cache"
 _SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What must stay on a node: the engine image, and the cache directories of these weights and this image."""
+    """What must stay on a node: the files of these locks, their engine images, the cache directories of both."""
 
-    lock: Lock
-    image: str
+    locks: tuple[Lock, ...]
+    images: frozenset[str]
     folders: frozenset[str]
+
+    @property
+    def items(self) -> list[Item]:
+        """Every wanted file."""
+        return [item for lock in self.locks for item in list_items(lock)]
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def _lines(node: Node, answer: Mapping[str, Any] | None) -> list[str]:
 
 def _plan_weights(node: Node, wanted: Wanted, used: _Used, proofs: Mapping[str, Any]) -> Iterator[Change]:
     """Files that we wrote for another lock, one change for each set."""
-    keep = {item.own_path(node) for item in list_items(wanted.lock)} | set(node.adopted.values())
+    keep = {item.own_path(node) for item in wanted.items} | set(node.adopted.values())
     ours = [path for path, row in proofs.items() if isinstance(row, dict) and row.get("own")]
     paths = [path for path in ours if path.startswith(f"{node.models_dir}/") and path not in keep]
     files = [{"path": path, "algorithm": ""} for path in paths if not used.holds(path)]
@@ -99,8 +105,8 @@ def _set_of(node: Node, path: str) -> str:
 
 def _plan_partials(node: Node, wanted: Wanted, lines: list[str]) -> Iterator[Change]:
     """Half-fetched files that no download will go on with."""
-    facts = gather(node, wanted.lock)
-    open_items = [item for item in list_items(wanted.lock) if find_problem(item.file, facts.of(item))]
+    facts = {name: found for lock in wanted.locks for name, found in gather(node, lock).files.items()}
+    open_items = [item for item in wanted.items if find_problem(item.file, facts[item.name])]
     keep = {path for item in open_items for path in _with_journal(item.partial_path(node))}
     sizes = {path: int(blocks) * 512 for blocks, _, path in (line.partition(" ") for line in lines)}
     stale = {path: size for path, size in sizes.items() if path not in keep}
@@ -154,7 +160,7 @@ def _plan_images(node: Node, wanted: Wanted, used: _Used, images: list[dict[str,
     """Engine images of ours under other names, and unnamed ones that carry our label."""
     for image in images:
         tags = [tag for tag in image.get("RepoTags") or () if tag != "<none>:<none>"]
-        ours = [tag for tag in tags if tag.startswith(_IMAGE_PREFIX) and tag != wanted.image]
+        ours = [tag for tag in tags if tag.startswith(_IMAGE_PREFIX) and tag not in wanted.images]
         unnamed = [] if tags or _IMAGE_LABEL not in (image.get("Labels") or {}) else [image["Id"]]
         for name in (*ours, *unnamed) if image["Id"] not in used.images else ():
             action = partial(_remove_image, node, name)
@@ -165,6 +171,29 @@ def _remove_image(node: Node, name: str, work: Work) -> str:
     del work
     node.host.run(["docker", "image", "rm", name], timeout=_SECONDS)
     return "it is gone"
+
+
+def plan_build_cache(node: Node) -> list[Change]:
+    """Plan the removal of Docker's build cache as a whole: nothing in it tells whose build made a part."""
+    before = _build_cache_bytes(node)
+
+    def act(work: Work) -> str:
+        from sparkserve.docker_client import explained
+
+        del work
+        with explained(node.role):
+            node.docker.api.prune_builds(all=True)
+        return f"{before - _build_cache_bytes(node)} bytes are gone"
+
+    name, what = "Docker's build cache", "what builds of anybody left"
+    return [Change(node.role, STEP, name, what, "gone", act, lane="image", size=before)] if before else []
+
+
+def _build_cache_bytes(node: Node) -> int:
+    """Add up what no running build uses and no image shares."""
+    answer = node.session.ask("facts", docker=[_BUILD_CACHE])["docker"][_BUILD_CACHE]
+    parts = docker_body(answer, node.role).get("BuildCache") or ()
+    return sum(part["Size"] for part in parts if not part["InUse"] and not part["Shared"])
 
 
 def plan_logs(runs_dir: Path) -> list[Change]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from sparkserve.errors import usage_error
 from sparkserve.manifest import REPOSITORY
@@ -34,7 +34,10 @@ PLACEHOLDERS = {
     "requests": "requests served side by side",
     "drafts": "draft tokens per step",
     "kv_bytes": "key-value cache of one rank, in bytes",
+    "dollar": "a dollar sign, for a text that holds `${` of its own",
+    "secret.NAME": "a line of SPARKSERVE_SECRETS_FILE; `secret.api_key` is the key of SPARKSERVE_API_KEY_FILE",
 }
+_SECRET = re.compile(r"secret\.[A-Za-z_][A-Za-z0-9_]*")
 CheckName = Literal["answer", "thinking", "tool", "schema", "needle"]
 Rank = Literal[0, 1]
 _SHELLS = {"sh", "bash", "dash", "zsh"}
@@ -138,36 +141,35 @@ class Image(Data):
     engine_repository: str = Field("", description="Git address of the engine")
     engine_revision: str = Field("", description="Branch, tag or commit of the engine")
     build_arguments: dict[str, str] = Field(default_factory=dict, description="Further `--build-arg`s")
-    reference: str = Field("", description="Finished image, `name@sha256:…`; SPARKSERVE_IMAGE where empty")
+    reference: str = Field(
+        "",
+        description="Finished image, `name@sha256:…`, or the id `sha256:…` of one that both nodes have; "
+        "SPARKSERVE_IMAGE where empty",
+    )
     reference_help: str = Field("", description="What to set SPARKSERVE_IMAGE to, where no public image is known")
     architecture: Literal["arm64", "amd64", "any"] = Field("arm64", description="Architecture the image must have")
     entrypoint: tuple[str, ...] = Field(description="The image's entry point, given to Docker as it is", min_length=1)
     flags_help: tuple[str, ...] = Field((), description="Arguments after the entry point that print every flag")
     expected_bytes: int = Field(25_000_000_000, description="Rough size on disk, in bytes, for the disk budget")
 
-    @field_validator("entrypoint")
-    @classmethod
-    def _takes_the_command(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        shells = [word for word in value if PurePosixPath(word).name in _SHELLS]
-        if shells:
-            raise ValueError(f"{shells[0]} would swallow the arguments; name the engine's own program")
-        return value
-
     @model_validator(mode="after")
     def _has_a_source(self) -> Image:
         if self.dockerfile and not self.base:
             raise ValueError("a dockerfile needs `base`")
-        if not self.dockerfile and self.reference and not re.fullmatch(r"[^@\s]+@sha256:[0-9a-f]{64}", self.reference):
+        pinned = r"([^@\s]+@)?sha256:[0-9a-f]{64}"
+        if not self.dockerfile and self.reference and not re.fullmatch(pinned, self.reference):
             raise ValueError("`reference` should be pinned: name@sha256:<64 hex digits>")
         return self
 
 
 class Mount(Data):
-    """A directory of the node that the engine may write, such as its caches."""
+    """A directory of the node that the engine may write, such as its caches, or one with files of the owner's."""
 
     source: str = Field(description="Directory on the node; made if absent")
     target: str = Field(description="Path in the container", pattern=r"^/.+$")
     writable: bool = Field(default=True, description="Whether the engine may write there")
+    must_exist: bool = Field(default=False, description="Whether it is the owner's: never made, it must be there")
+    ranks: tuple[Rank, ...] = Field((0, 1), description="Ranks that get it")
 
 
 class Container(Data):
@@ -182,6 +184,8 @@ class Container(Data):
     oom_score_adj: int = Field(1000, description="The kernel ends the engine before anything else", ge=-1000, le=1000)
     pids_limit: int | None = Field(None, description="Most processes in the container")
     stop_seconds: int = Field(90, description="Time between SIGTERM and SIGKILL", ge=1)
+    user: str = Field("", description="User of the engine's process; empty: the image's")
+    directory: str = Field("", description="Working directory; empty: the image's")
     mounts: tuple[Mount, ...] = Field((), description="Directories that survive the container")
 
 
@@ -222,6 +226,8 @@ class Memory(Data):
     kv_bytes: int = Field(0, description="Key-value cache of one rank, in bytes")
     kv_bytes_per_token: float = Field(0, description="What one token takes of it: a context beyond it is refused")
     floor_gib: float = Field(2, description="MemAvailable below which a serving node is in danger")
+    # Engines keep the floor themselves and may touch it: what ends a start lies well below.
+    guard_gib: float = Field(1, description="MemAvailable at which a node kills its loading rank, before it hangs")
     first_start_disk_bytes: int = Field(0, description="What the first start writes to the cache directory of a node")
 
 
@@ -305,7 +311,9 @@ class Recipe(Data):
     warnings: tuple[str, ...] = Field((), description="Told before the engine starts")
     parameters: Parameters
     ports: Ports
-    weights: tuple[Weights, ...]
+    weights: tuple[Weights, ...] = Field(
+        description="Empty where the model lies in a directory of the owner's: a mount that `must_exist`"
+    )
     derived: tuple[Derived, ...] = ()
     chat_template: ChatTemplate | None = None
     image: Image
@@ -321,13 +329,6 @@ class Recipe(Data):
     figures: tuple[Figure, ...] = ()
     directories: tuple[Path, ...] = Field((), exclude=True)
 
-    @field_validator("weights")
-    @classmethod
-    def _are_some(cls, value: tuple[Weights, ...]) -> tuple[Weights, ...]:
-        if not value:
-            raise ValueError("should name at least one source")
-        return value
-
     @model_validator(mode="after")
     def _derives_from_its_weights(self) -> Recipe:
         for item in self.derived:
@@ -336,10 +337,29 @@ class Recipe(Data):
         return self
 
     @model_validator(mode="after")
+    def _has_a_model(self) -> Recipe:
+        if not self.weights and not any(mount.must_exist for mount in self.container.mounts):
+            raise ValueError("`weights` should name at least one source, or a mount that `must_exist` hold the model")
+        return self
+
+    @model_validator(mode="after")
+    def _arguments_arrive(self) -> Recipe:
+        shells = [word for word in self.image.entrypoint if PurePosixPath(word).name in _SHELLS]
+        launch = self.launch
+        ranks = [(*launch.argv, *launch.more_argv, *own) for own in (launch.head_argv, launch.worker_argv)]
+        # `bash -c` takes one argument for its script.
+        is_script = re.fullmatch(r"-[a-z]*c", self.image.entrypoint[-1]) and not launch.switches
+        if shells and not (is_script and {len(words) for words in ranks} == {1}):
+            raise ValueError(
+                f"{shells[0]} of `image.entrypoint` would swallow the arguments; name the engine's own program"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _names_are_known(self) -> Recipe:
         for text in self.templated_texts():
             for name in PLACEHOLDER.findall(text):
-                if name not in PLACEHOLDERS:
+                if name not in PLACEHOLDERS and not _SECRET.fullmatch(name):
                     raise ValueError(f"${{{name}}} in {text!r} is unknown{nearest_name(name, PLACEHOLDERS)}")
         return self
 
@@ -352,6 +372,12 @@ class Recipe(Data):
         yield self.readiness.warm_files
         for mount in self.container.mounts:
             yield mount.source
+
+    @property
+    def disk_bytes(self) -> int:
+        """Roughly what all of it takes on one node's disks."""
+        files = sum(item.expected_bytes for item in self.weights) + sum(item.expected_bytes for item in self.derived)
+        return files + self.image.expected_bytes + self.memory.first_start_disk_bytes
 
     def file(self, name: str) -> bytes:
         """Read a file of the recipe: its own, or that of the recipe it extends."""

@@ -71,9 +71,12 @@ def _check_mounts(recipe: Recipe) -> Iterator[Finding]:
     template = [recipe.chat_template.mount] if recipe.chat_template else []
     key = [recipe.launch.api_key_mount] if recipe.launch.api_key_mount else []
     folders = {weights.mount for weights in recipe.weights if weights.mount}
-    others = [mount.target for mount in recipe.container.mounts] + [item.mount for item in recipe.derived]
-    targets = [target.rstrip("/") for target in (*folders, *others, *template, *key)]
-    doubled = [target for target, count in Counter(targets).items() if count > 1]
+    others = [*folders, *template, *key, *(item.mount for item in recipe.derived)]
+    targets: Counter[str] = Counter()
+    for rank in (0, 1):  # each rank has a place of its own for what only it is given
+        own = [mount.target for mount in recipe.container.mounts if rank in mount.ranks]
+        targets |= Counter(target.rstrip("/") for target in (*others, *own))
+    doubled = [target for target, count in targets.items() if count > 1]
     problem = f"mounted twice: {', '.join(doubled)}" if doubled else ""
     yield Finding("mounts", f"{len(targets)} places in the container", problem, "give each a path of its own")
 

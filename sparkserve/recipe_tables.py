@@ -53,7 +53,7 @@ def recipe_view(recipe: Recipe, drawn: Blueprint) -> list[Table | str]:
         f"image: {built if image.dockerfile else pulled} ({image.architecture})",
         f"memory of a node: {memory.required_gib:g} GiB available; weights {memory.weights_gib:g}{cache},"
         f" floor {memory.floor_gib:g}",
-        f"disk of a node: {show_size(_disk(recipe))}",
+        f"disk of a node: {show_size(recipe.disk_bytes)}",
         f"ports: API {ports.api} on the head, ranks {ports.master} on the cable",
     ]
     sources = make_table("weights", "repository", "at", "in the container")
@@ -68,12 +68,6 @@ def recipe_view(recipe: Recipe, drawn: Blueprint) -> list[Table | str]:
             figures.add_row(figure.name, f"{figure.value:,g} {figure.unit}", figure.source)
         views.append(figures)
     return views
-
-
-def _disk(recipe: Recipe) -> int:
-    weights = sum(item.expected_bytes for item in recipe.weights)
-    derived = sum(item.expected_bytes for item in recipe.derived)
-    return weights + derived + recipe.image.expected_bytes + recipe.memory.first_start_disk_bytes
 
 
 def blueprint_data(found: Blueprint, recipe: Recipe) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from sparkserve.recipe import Recipe
 from sparkserve.settings import Settings, variable_name
 
 _KEPT = 100
+_SKIPPED = "skipped checks"
 Ending = Literal["under way", "answered", "failed", "interrupted"]
 
 
@@ -59,6 +60,7 @@ def open_record(command: str, deployment: Deployment, launch: Launch) -> Record:
     decided["image"] = launch.specs["head"].image
     decided |= {f"spec of the {role}": spec.digest[7:19] for role, spec in launch.specs.items()}
     decided |= {f"kernel of the {role}": kernel for role, kernel in launch.kernels.items()}
+    decided |= {_SKIPPED: " ".join(launch.skipped_checks)} if launch.skipped_checks else {}
     return Record(launch.run, command, settings.recipe, time.time(), decided, pair)
 
 
@@ -88,6 +90,11 @@ def changed_since(record: Record, earlier: Record) -> list[str]:
     names = sorted(record.decided.keys() | earlier.decided.keys())
     pairs = [(name, earlier.decided.get(name, ""), record.decided.get(name, "")) for name in names]
     return [f"{name}: {old or 'not set'} -> {new or 'not set'}" for name, old, new in pairs if old != new]
+
+
+def skipped_checks(record: Record | None) -> tuple[str, ...]:
+    """Give the checks that a recorded start left out."""
+    return tuple(record.decided.get(_SKIPPED, "").split()) if record else ()
 
 
 def specs_of(record: Record) -> dict[Role, ContainerSpec]:

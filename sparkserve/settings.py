@@ -69,11 +69,15 @@ class Settings(BaseModel):
     worker_models_dir: Path | None = Field(None, description="The worker's models_dir where it differs from the head's")
     worker_cache_dir: Path | None = Field(None, description="The worker's cache_dir where it differs from the head's")
     api_host: str = Field(
-        "127.0.0.1", description="Address on which the API listens; anything but loopback needs api_key_file"
+        "127.0.0.1", description="Address on which the API listens; anything but loopback needs a key, or api_open"
     )
+    api_open: bool = Field(default=False, description="Whether everyone who reaches the API may use it without a key")
     api_port: int | None = Field(None, ge=1, le=65535, description="Port of the API")
     master_port: int | None = Field(None, ge=1, le=65535, description="Port on which the ranks meet, on the link")
     api_key_file: Path | None = Field(None, description="File (mode 0600) with the key that API clients must send")
+    secrets_file: Path | None = Field(
+        None, description="File (mode 0600) of NAME=value lines: what `${secret.NAME}` of a recipe stands for"
+    )
     model_name: str | None = Field(None, min_length=1, description="The name under which the API serves the model")
     context: int | None = Field(None, ge=256, description="Longest context, in tokens")
     requests: int | None = Field(None, ge=1, le=256, description="Requests served side by side")
@@ -270,18 +274,23 @@ def process_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def read_secret(path: Path, purpose: str) -> SecretStr:
-    """Read a one-line secret from a file that only its owner may read."""
+def read_private(path: Path, purpose: str) -> str:
+    """Read a text that only its owner may read; empty where it is no text."""
     path = path.expanduser()
     try:
         mode = path.stat().st_mode
         if mode & 0o077:
             raise usage_error("secret_readable", f"{path} ({purpose}) can be read by others", f"chmod 600 {path}")
-        secret = path.read_text(encoding="utf-8").strip()
+        return path.read_text(encoding="utf-8").strip()
     except UnicodeDecodeError:
-        secret = ""
+        return ""
     except OSError as error:
         raise usage_error("secret_missing", f"cannot read {path} ({purpose}): {error.strerror}") from error
+
+
+def read_secret(path: Path, purpose: str) -> SecretStr:
+    """Read a one-line secret from a file that only its owner may read."""
+    secret = read_private(path, purpose)
     if len(secret.splitlines()) != 1:
         raise usage_error("secret_invalid", f"{path} ({purpose}) should hold one line of text, and nothing else")
     return SecretStr(secret)

@@ -256,6 +256,8 @@ def _find_reference(image: Image, settings: Settings) -> str:
     if not text:
         message = "this recipe names no engine image"
         raise usage_error("image_unset", message, f"set SPARKSERVE_IMAGE in .env; {image.reference_help}".rstrip("; "))
+    if text.startswith("sha256:"):  # the id of an image that the nodes have, or nobody has
+        return text
     reference = parse_reference(text)
     digest = find_digest(reference)
     if not reference.digest:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import paramiko
 
 CONNECT_SECONDS = 4.0
+# What paramiko says where the other side is gone between two keys.
+_HUNG_UP = "No existing session"
 # Fast on any CPU with AES instructions, which both GB10 and x86 have; ssh falls back to its own list behind it.
 _FAST_CIPHERS = "aes128-gcm@openssh.com,aes256-gcm@openssh.com,chacha20-poly1305@openssh.com,aes128-ctr"
 
@@ -41,6 +43,7 @@ class SshTarget:
     known_hosts: tuple[Path, ...]
     known_as: str
     proxy_command: str = ""
+    hash_known_hosts: bool = False
 
     def bulk_command(self, link_address: str = "") -> list[str]:
         """Give the OpenSSH argv for bulk data, over the link address if one is named; the host key is the same one."""
@@ -99,6 +102,7 @@ def resolve_target(settings: Settings) -> SshTarget:
         known_hosts=tuple(Path(name).expanduser() for name in files),
         known_as=first.get("hostkeyalias", "") or (address if port == 22 else f"[{address}]:{port}"),
         proxy_command=_proxy_command(first, settings.worker.rpartition("@")[2]),
+        hash_known_hosts=first.get("hashknownhosts") == "yes",
     )
 
 
@@ -117,18 +121,18 @@ def _proxy_command(first: Mapping[str, str], given: str) -> str:
 def connect(settings: Settings, node: str = "worker") -> SshHost:
     """Open the one control connection of this command."""
     target = resolve_target(settings)
-    paramiko = _import_paramiko()
+    paramiko = import_paramiko()
     client = paramiko.SSHClient()
     for file in target.known_hosts:
         with contextlib.suppress(FileNotFoundError):
             client.load_system_host_keys(str(file))
-    client.set_missing_host_key_policy(_refuse_unknown(target, node))
+    client.set_missing_host_key_policy(_refuse_unknown(node))
     try:
         client.connect(
             target.known_as,
             port=22,  # known_as already carries the port where it matters; the socket below goes to the right one
             username=target.user,
-            sock=_open_socket(target, node),
+            sock=open_socket(target, node),
             key_filename=[str(key) for key in target.key_files] or None,
             timeout=CONNECT_SECONDS,
             banner_timeout=CONNECT_SECONDS,
@@ -136,10 +140,11 @@ def connect(settings: Settings, node: str = "worker") -> SshHost:
         )
     except Exception as error:
         transport = client.get_transport()
-        keys_were_next = transport is not None and transport.is_active() and transport.initial_kex_done
+        was_met = transport is not None and transport.initial_kex_done
+        keys_were_next = was_met and (str(error) == _HUNG_UP or (transport is not None and transport.is_active()))
         client.close()
         known = _explain_keys(error, target, node) if keys_were_next else None
-        known = known or _explain(error, target, node)
+        known = known or explain(error, target, node)
         if known is None:
             raise
         raise known from error
@@ -149,7 +154,7 @@ def connect(settings: Settings, node: str = "worker") -> SshHost:
     return SshHost(node, target, client)
 
 
-def _import_paramiko() -> ModuleType:
+def import_paramiko() -> ModuleType:
     """Import paramiko without `invoke`, which it would load only to read `Match exec`: ssh itself does that for us."""
     without: dict[str, Any] = {"invoke": None} if "invoke" not in sys.modules else {}
     sys.modules.update(without)
@@ -171,7 +176,8 @@ def _open_proxy(command: str) -> socket.socket:
     return ours
 
 
-def _open_socket(target: SshTarget, node: str) -> socket.socket:
+def open_socket(target: SshTarget, node: str) -> socket.socket:
+    """Open the connection to the worker's sshd, by way of the proxy where ssh would take one."""
     if target.proxy_command:
         return _open_proxy(target.proxy_command)
     where = f"{target.address} port {target.port}"
@@ -189,7 +195,7 @@ def _open_socket(target: SshTarget, node: str) -> socket.socket:
     return connected
 
 
-def _refuse_unknown(target: SshTarget, node: str) -> paramiko.MissingHostKeyPolicy:
+def _refuse_unknown(node: str) -> paramiko.MissingHostKeyPolicy:
     import paramiko
 
     class Refuse(paramiko.MissingHostKeyPolicy):
@@ -198,7 +204,7 @@ def _refuse_unknown(target: SshTarget, node: str) -> paramiko.MissingHostKeyPoli
             raise SparkserveError(
                 "host_key_unknown",
                 f"{hostname} is not in known_hosts; it shows the {key.get_name()} key {fingerprint(key)}",
-                f"compare it on the worker's screen, then: ssh -p {target.port} {target.user}@{target.address} true",
+                "sparkserve doctor --fix  (asks once; compare it on the worker's own screen)",
                 node,
                 exit_code=EXIT_COULD_NOT_LOOK,
             )
@@ -222,10 +228,14 @@ def _explain_keys(error: Exception, target: SshTarget, node: str) -> SparkserveE
     tried = ", ".join(str(key) for key in target.key_files) or "no key file"
     message = f"{login} refuses us; tried {tried} and the agent"
     hint = f"ssh-copy-id -p {target.port} {login}  (a key with a passphrase needs ssh-agent and ssh-add)"
+    if str(error) == _HUNG_UP:
+        message = f"{login} hung up while keys were offered, as sshd does after six that it does not know; {tried}"
+        hint = "name the right key: SPARKSERVE_SSH_KEY=~/.ssh/… in .env, or `IdentitiesOnly yes` in ~/.ssh/config"
     return SparkserveError("ssh_auth", message, hint, node, str(error), EXIT_COULD_NOT_LOOK)
 
 
-def _explain(error: Exception, target: SshTarget, node: str) -> SparkserveError | None:
+def explain(error: Exception, target: SshTarget, node: str) -> SparkserveError | None:
+    """Explain what kept us from connecting; None where that is no fault of the connection."""
     import paramiko
 
     login = f"{target.user}@{target.address}"

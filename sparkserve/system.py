@@ -1,23 +1,68 @@
-"""Read-only facts of a node: machine, memory, disks, Docker, tools, ports."""
+"""Read-only facts of a node: machine, memory, disks, GPU, Docker, tools, ports, names; asked in few round trips."""
 
 from __future__ import annotations
 
-import re
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sparkserve.cluster import Node
+from sparkserve.system_text import (
+    Container,
+    DockerFacts,
+    Listener,
+    container_in,
+    filesystem_of,
+    output_of,
+    parse_addresses,
+    parse_buddyinfo,
+    parse_compute_apps,
+    parse_containers,
+    parse_docker,
+    parse_gpu,
+    parse_listeners,
+    parse_meminfo,
+    parse_swaps,
+    pretty_name,
+)
 
-_FILES = ("/proc/meminfo", "/proc/swaps", "/etc/os-release")
+_FILES = (
+    "/proc/meminfo",
+    "/proc/swaps",
+    "/proc/buddyinfo",
+    "/proc/cmdline",
+    "/proc/mounts",
+    "/proc/uptime",
+    "/etc/os-release",
+)
+_HOOK = "nvidia-container-runtime-hook"
 TOOLS = {"head": ("git", "ssh", "docker"), "worker": ("docker",)}
+# What is told of where it is there: nothing of ours stops for want of it.
+_LOOKED_FOR = ("rsync", "sudo", "nvidia-smi", _HOOK)
+_COMMANDS = {
+    "sudo": ["sudo", "-n", "--", "true"],
+    "gpu": ["timeout", "5", "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
+    "apps": [
+        "timeout",
+        "5",
+        "nvidia-smi",
+        "--query-compute-apps=pid,process_name,used_memory",
+        "--format=csv,noheader",
+    ],
+    "listeners": ["ss", "-H", "-l", "-t", "-n", "-p", "-e"],
+    "groups": ["id", "-G", "-n"],
+    "docker_group": ["getent", "group", "docker"],
+    "page_size": ["getconf", "PAGESIZE"],
+}
+_CONTAINERS = "/containers/json"
 
 
 @dataclass(frozen=True)
 class DiskFacts:
     """Room of the file system that holds, or will hold, a directory; bytes. `device` tells file systems apart.
 
-    `free_inodes` is None where the file system has no limit of its own.
+    `free_inodes` is None where the file system has no limit of its own; `error` says why nothing could be seen.
     """
 
     path: str
@@ -26,110 +71,201 @@ class DiskFacts:
     total: int
     free_inodes: int | None
     writable: bool
+    filesystem: str = ""
+    exists: bool = False
+    error: str = ""
 
 
 @dataclass(frozen=True)
-class DockerFacts:
-    """The node's Docker engine; `error` is one of missing, refused, permission, timeout, failed, or empty."""
+class PortFacts:
+    """A TCP port of a node: free, or who holds it as far as this account can see."""
 
-    error: str
-    version: str = ""
-    root: str = ""
-    storage: str = ""
+    free: bool
+    holder: str = ""
+    ours: bool = False
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that computes on the GPU, and the container that it runs in, if any."""
+
+    pid: int
+    name: str
+    container: str = ""
+    ours: bool = False
 
 
 @dataclass(frozen=True)
 class SystemFacts:
-    """What a node is and has; memory in bytes, time as the node's own clock in seconds since 1970.
+    """What a node is and has; memory in bytes. What could not be looked at is None.
 
-    `sudo` is root, free (no password asked), password, or missing.
+    `sudo` is root, free (no password asked), password, or missing. `clock` is how far the node's clock is ahead of
+    ours, in seconds, and by how much that may be wrong. `large_free` is free memory in large pieces. `docker_member`
+    says whether the group lists the account, `in_docker_group` whether this session counts as a member already.
+    `gpu_error` is missing, no answer, or nvidia-smi's own words. `own_addresses` are what the own hostname resolves to.
     """
 
     hostname: str
     user: str
+    python: str
     machine: str
     kernel: str
+    kernel_options: str
     system: str
-    time: float
+    uptime: float | None
+    clock: tuple[float, float]
     memory: Mapping[str, int]
-    swap_used: int
+    swap_used: int | None
+    large_free: int | None
     disks: Mapping[str, DiskFacts]
+    gpu: tuple[str, str] | None
+    gpu_error: str
+    gpu_processes: tuple[GpuProcess, ...] | None
     docker: DockerFacts
+    docker_member: bool
+    in_docker_group: bool
+    containers: tuple[Container, ...] | None
     tools: Mapping[str, str | None]
-    ports: Mapping[int, str]
     sudo: str
+    own_addresses: tuple[str, ...] | None
+    ports: Mapping[int, PortFacts] = field(default_factory=dict)
 
     @property
     def available(self) -> int:
         """MemAvailable in bytes, 0 where the kernel does not say."""
         return self.memory.get("MemAvailable", 0)
 
+    @property
+    def serves(self) -> bool:
+        """Whether a rank of ours runs here."""
+        return any(one.ours for one in self.containers or ())
+
+    @property
+    def gives_gpus(self) -> bool:
+        """Whether Docker can give a container the GPU: NVIDIA's runtime is known to it, or its hook is there."""
+        return "nvidia" in self.docker.runtimes or bool(self.tools.get(_HOOK))
+
 
 def gather(node: Node, ports: Sequence[int] = ()) -> SystemFacts:
-    """Read the facts of a node in two requests: the second asks for the disk that the first found Docker on."""
+    """Read the facts of a node: all at once, what the answers lead to, and the clock by a request of its own."""
     places = {"models": node.models_dir, "cache": node.cache_dir}
     raw = node.session.ask(
         "facts",
         files=list(_FILES),
         disks=list(places.values()),
-        tools=list(TOOLS[node.role]),
-        docker=["/info"],
+        tools=[*TOOLS[node.role], *_LOOKED_FOR],
+        docker=["/info", _CONTAINERS],
         ports=list(ports),
-        commands={"sudo": ["sudo", "-n", "--", "true"]},
+        commands={**_COMMANDS, "own_name": ["getent", "ahostsv4", node.identity["hostname"]]},
     )
-    facts = parse(raw, node.identity, places)
-    if facts.docker.root:
-        more = node.session.ask("facts", disks=[facts.docker.root])["disks"]
-        return parse({**raw, "disks": {**raw["disks"], **more}}, node.identity, {**places, "docker": facts.docker.root})
-    return facts
+    root = parse_docker(raw["docker"]["/info"]).root
+    groups = [f"/proc/{pid}/cgroup" for pid, _ in parse_compute_apps(raw["commands"]["apps"]) or ()]
+    if root or groups:
+        more = node.session.ask("facts", disks=[root] if root else [], files=groups)
+        raw = {**raw, "disks": {**raw["disks"], **more["disks"]}, "files": {**raw["files"], **more["files"]}}
+    if root:
+        places["docker"] = root
+    return parse({**raw, "clock": _compare_clocks(node)}, node.identity, places)
+
+
+def _compare_clocks(node: Node) -> tuple[float, float]:
+    """Tell how far the node's clock is ahead; half of the way there and back is what that may be wrong by."""
+    sent = time.time()
+    told = node.session.ask("facts")["time"]
+    received = time.time()
+    return told - (sent + received) / 2, (received - sent) / 2
 
 
 def parse(raw: Mapping[str, Any], identity: Mapping[str, Any], places: Mapping[str, str]) -> SystemFacts:
-    """Give raw facts their types; what could not be read stays empty."""
-    files = raw["files"]
+    """Give raw facts their types."""
+    files, commands = raw["files"], {**dict.fromkeys((*_COMMANDS, "own_name")), **raw["commands"]}
+    containers = parse_containers(raw["docker"].get(_CONTAINERS, {}))
+    page_size = output_of(commands["page_size"])
+    members = output_of(commands["docker_group"]).rpartition(":")[2].split(",")
+    listeners = parse_listeners(commands["listeners"]) or ()
     return SystemFacts(
         hostname=identity["hostname"],
         user=identity["user"],
+        python=identity.get("python", ""),
         machine=raw["machine"],
         kernel=raw["kernel"],
-        system=_pretty_name(files["/etc/os-release"] or ""),
-        time=raw["time"],
-        memory=parse_meminfo(files["/proc/meminfo"] or ""),
-        swap_used=parse_swaps(files["/proc/swaps"] or ""),
-        disks={name: parse_disk(path, raw["disks"][path]) for name, path in places.items()},
+        kernel_options=(files.get("/proc/cmdline") or "").strip(),
+        system=pretty_name(files.get("/etc/os-release") or ""),
+        uptime=float(files["/proc/uptime"].split()[0]) if files.get("/proc/uptime") else None,
+        clock=raw["clock"],
+        memory=parse_meminfo(files.get("/proc/meminfo") or ""),
+        swap_used=parse_swaps(files.get("/proc/swaps")),
+        large_free=parse_buddyinfo(files.get("/proc/buddyinfo"), int(page_size) if page_size.isdigit() else 0),
+        disks={
+            name: parse_disk(path, raw["disks"][path], files.get("/proc/mounts") or "") for name, path in places.items()
+        },
+        gpu=parse_gpu(commands["gpu"]),
+        gpu_error=_gpu_error(commands["gpu"], raw["tools"]),
+        gpu_processes=_gpu_processes(commands["apps"], files, containers or ()),
         docker=parse_docker(raw["docker"]["/info"]),
+        docker_member=identity["user"] in members,
+        in_docker_group=identity["uid"] == 0 or "docker" in output_of(commands["groups"]).split(),
+        containers=containers,
         tools=raw["tools"],
-        ports={int(port): state for port, state in raw["ports"].items()},
-        sudo=_sudo_mode(raw["commands"]["sudo"], identity["uid"]),
+        sudo=_sudo_mode(commands["sudo"], identity["uid"]),
+        own_addresses=parse_addresses(commands["own_name"]),
+        ports={int(port): _parse_port(int(port), state, listeners, containers) for port, state in raw["ports"].items()},
     )
 
 
-def parse_meminfo(text: str) -> dict[str, int]:
-    """Read /proc/meminfo: name to bytes."""
-    return {match[1]: int(match[2]) * 1024 for match in re.finditer(r"^(\S+):\s+(\d+) kB$", text, re.MULTILINE)}
-
-
-def parse_swaps(text: str) -> int:
-    """Give the swap in use, in bytes, from /proc/swaps."""
-    rows = [line.split() for line in text.splitlines()[1:]]
-    return sum(int(row[3]) * 1024 for row in rows if len(row) >= 4 and row[3].isdigit())
-
-
-def parse_disk(path: str, raw: Mapping[str, Any]) -> DiskFacts:
+def parse_disk(path: str, raw: Mapping[str, Any], mounts: str = "") -> DiskFacts:
     """Give one disk's facts; a place that cannot be looked at has no room."""
     if "error" in raw:
-        return DiskFacts(path, 0, 0, 0, 0, writable=False)
-    return DiskFacts(path, raw["device"], raw["free"], raw["total"], raw["inodes"], raw["writable"])
+        return DiskFacts(path, 0, 0, 0, 0, writable=False, error=raw["error"])
+    return DiskFacts(
+        path,
+        raw["device"],
+        raw["free"],
+        raw["total"],
+        raw["inodes"],
+        raw["writable"],
+        filesystem_of(raw["place"], mounts),
+        exists=raw["place"] == path,
+    )
 
 
-def parse_docker(raw: Mapping[str, Any]) -> DockerFacts:
-    """Read the engine's answer to `/info`."""
-    if "error" in raw:
-        return DockerFacts(raw["error"])
-    body = raw["body"] or {}
-    if raw["status"] != 200:
-        return DockerFacts("failed")
-    return DockerFacts("", body.get("ServerVersion", ""), body.get("DockerRootDir", ""), body.get("Driver", ""))
+def _gpu_error(answer: Mapping[str, Any] | None, tools: Mapping[str, str | None]) -> str:
+    if not tools.get("nvidia-smi"):
+        return "missing"
+    if answer is None or answer["code"] == 124:  # of `timeout`
+        return "no answer"
+    return "" if parse_gpu(answer) else (answer["out"] or answer["err"]).strip().split("\n")[0] or "no answer"
+
+
+def _gpu_processes(
+    answer: Mapping[str, Any] | None, files: Mapping[str, str | None], containers: Sequence[Container]
+) -> tuple[GpuProcess, ...] | None:
+    found = parse_compute_apps(answer)
+    if found is None:
+        return None
+    known = {one.id: one for one in containers}
+    processes = []
+    for pid, name in found:
+        inside = known.get(container_in(files.get(f"/proc/{pid}/cgroup") or ""))
+        processes.append(GpuProcess(pid, name, inside.name if inside else "", ours=bool(inside and inside.ours)))
+    return tuple(processes)
+
+
+def _parse_port(
+    port: int, state: str, listeners: Sequence[Listener], containers: Sequence[Container] | None
+) -> PortFacts:
+    """Name the holder of a port: a container by its control group or its published ports, else a process."""
+    if state == "free":
+        return PortFacts(free=True)
+    held = next((one for one in listeners if one.port == port), None)
+    inside = container_in(held.group) if held else ""
+    container = next((one for one in containers or () if one.id == inside or port in one.ports), None)
+    if container is not None:
+        return PortFacts(free=False, holder=f"container {container.name} ({container.image})", ours=container.ours)
+    if held is None:
+        return PortFacts(free=False, holder=f"somebody who is not to be seen ({state})")
+    owner = "root" if held.uid == 0 else f"uid {held.uid}"
+    return PortFacts(free=False, holder=held.process or f"a process of {owner}, which this account may not look at")
 
 
 def _sudo_mode(answer: Mapping[str, Any] | None, uid: int) -> str:
@@ -138,8 +274,3 @@ def _sudo_mode(answer: Mapping[str, Any] | None, uid: int) -> str:
     if answer is None:
         return "missing"
     return "free" if answer["code"] == 0 else "password"
-
-
-def _pretty_name(text: str) -> str:
-    match = re.search(r'^PRETTY_NAME="?([^"\n]*)', text, re.MULTILINE)
-    return match[1] if match else ""

@@ -15,7 +15,7 @@ from sparkserve.settings import Loaded, Settings, variable_name
 
 if TYPE_CHECKING:
     from sparkserve.lifecycle import Locked, Outcome
-    from sparkserve.plan import Change
+    from sparkserve.plan import ApplyReport, Change
 
 _STYLES = {"ok": "green", "fail": "red", "warn": "yellow", "running": "green", "stopped": "", "not applicable": ""}
 
@@ -72,13 +72,20 @@ def outcome_data(outcome: Outcome) -> dict[str, Any]:
             }
             for change in outcome.plan.changes
         ],
+        **report_data(outcome.report),
+        "seconds": round(outcome.seconds, 3),
+    }
+
+
+def report_data(report: ApplyReport) -> dict[str, Any]:
+    """Give what was done of a plan as plain data, also where it failed or was interrupted."""
+    return {
         "applied": [
             {"key": item.change.key, "proof": item.proof, "seconds": round(item.ended - item.begun, 3)}
-            for item in outcome.report.applied
+            for item in report.applied
         ],
-        "failed": [change.key for change, _ in outcome.report.failed],
-        "not_reached": [change.key for change in outcome.report.not_reached],
-        "seconds": round(outcome.seconds, 3),
+        "failed": [change.key for change, _ in report.failed],
+        "not_reached": [change.key for change in report.not_reached],
     }
 
 

@@ -23,6 +23,7 @@ _REPLY_TOKENS = 4096
 _THINKING_TOKENS = 16_384
 _TAGS = re.compile(r"</?think(ing)?>", re.IGNORECASE)
 _NEED_TRAINING: tuple[CheckName, ...] = ("answer", "thinking", "needle")
+_RIGHT = ", with the values of the prompt"
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,10 @@ def verify(exam: Exam, tell: Callable[[str], None]) -> list[Proof]:
 
 def _prove(exam: Exam, name: CheckName) -> Proof:
     ask, needed = _CHECKS[name]
+    if exam.recipe.untrained:
+        needed = needed.removesuffix(_RIGHT)
     if exam.recipe.untrained and name in _NEED_TRAINING:
-        return Proof(name, "not applicable", "the recipe's model is untrained", needed, 0.0)
+        return Proof(name, "not applicable", "random weights", needed, 0.0)
     begun = time.monotonic()
     try:
         finding = ask(exam)
@@ -136,7 +139,8 @@ def _tool(exam: Exam) -> _Finding:
     reading, station = exam.chance.randint(1000, 9999), random_name(exam.chance)
     properties = {"station": {"type": "string"}, "reading": {"type": "integer"}}
     parameters = _object(properties)
-    tool = {"name": "store_reading", "description": "Store the reading of a station", "parameters": parameters}
+    # Without `strict`, vLLM keeps a forced call to the tool's name and lets its arguments be any JSON.
+    tool = {"name": "store_reading", "description": "Store a reading", "strict": True, "parameters": parameters}
     prompt = f"Store this with the tool: station is {station}, reading is {reading}."
     more = {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"}
     reply = exam.endpoint.complete(exam.request(prompt, more), _SECONDS)
@@ -224,7 +228,7 @@ def _count(tokens: int | None) -> str:
 _CHECKS: Mapping[CheckName, tuple[Callable[[Exam], _Finding], str]] = {
     "answer": (_answer, "the served name is listed, and the reply holds the right product and no thinking tag"),
     "thinking": (_thinking, "thoughts in a field of their own, and the right product in the text"),
-    "tool": (_tool, "a call of the required tool with the values of the prompt"),
-    "schema": (_schema, "JSON that the schema allows, with the values of the prompt"),
+    "tool": (_tool, f"a call of the required tool that its schema allows{_RIGHT}"),
+    "schema": (_schema, f"JSON that the schema allows{_RIGHT}"),
     "needle": (_needle, "the code of the long text, both times"),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -123,12 +123,11 @@ def verify(
     carry_out: Callable[[Plan], ApplyReport],
     *,
     full: bool = False,
-    gentle: Collection[Role] = (),
 ) -> Verification:
     """Prove every wanted file on both nodes side by side; `full` reads also what was proved before."""
     look = partial(gather, lock=deployment.lock)
     facts = deployment.cluster.on_both(look)
-    reading = Plan(tuple(_plan_hashing(deployment, facts, gentle, full=full)))
+    reading = Plan(tuple(_plan_hashing(deployment, facts, full=full)))
     carry_out(reading).raise_failures()
     if not reading.is_empty:
         facts = deployment.cluster.on_both(look)
@@ -137,28 +136,26 @@ def verify(
     return Verification(rows, len(list_items(deployment.lock)), sum(change.size for change in reading.changes))
 
 
-def _plan_hashing(
-    deployment: Deployment, facts: Mapping[Role, Facts], gentle: Collection[Role], *, full: bool
-) -> Iterator[Change]:
+def _plan_hashing(deployment: Deployment, facts: Mapping[Role, Facts], *, full: bool) -> Iterator[Change]:
     """Plan one request a node, which reads its files side by side."""
     for node in deployment.cluster.nodes:
         items = [item for item in list_items(deployment.lock) if only_needs_proof(item, facts[node.role])]
         items = [item for item in items if full or facts[node.role].of(item).digest is None]
         if items:
             files = {node.place(item.manifest, item.file): item.file for item in items}
-            action = partial(_hash, node, files, gentle=node.role in gentle)
+            action = partial(_hash, node, files)
             size = sum(item.file.size for item in items)
             yield Change(node.role, "verify", f"{len(items)} files", "not proved", "read", action, size=size)
 
 
-def _hash(node: Node, files: Mapping[str, ManifestFile], work: Work, *, gentle: bool) -> str:
+def _hash(node: Node, files: Mapping[str, ManifestFile], work: Work) -> str:
     total = sum(file.size for file in files.values())
 
     def tell(done: int) -> None:
         work.check()
         work.progress(done, total)
 
-    hash_files(node, files, tell, gentle=gentle)
+    hash_files(node, files, tell)
     return f"{len(files)} files read"
 
 

@@ -43,7 +43,7 @@ def test_the_example_settings_load_as_they_are(tmp_path: Path) -> None:
     env_file.write_bytes((ROOT / "env.example").read_bytes())
     sources = load(env_file, {}, {}).sources
     given = {name for name, source in sources.items() if source == str(env_file)}
-    assert given == {"worker", "head_link", "worker_link", "models_dir"}
+    assert given == {"worker", "head_link", "worker_link"}
 
 
 def test_every_line_of_the_example_settings_is_a_setting(tmp_path: Path) -> None:

@@ -67,15 +67,18 @@ class DockerNode:
     def __init__(self, *containers: Container) -> None:
         self.containers = list(containers)
         self.events: list[str] = []
-        self.available_kb = 100_000_000
+        self.available_kb = 121_000_000
+        self.guarded: dict[str, int] = {}
+        self.killed_at: dict[str, int] = {}
         self.refusal = ""
         self.api = self
-        self.session = FakeSession({"facts": self.facts, "docker_logs": self.docker_logs, "mkdir": self.mkdir})
+        answers = {"facts": self.facts, "docker_logs": self.docker_logs, "mkdir": self.mkdir, "guard": self.guard}
+        self.session = FakeSession(answers)
 
     def find(self, id_: str) -> Container | None:
         return next((container for container in self.containers if container.id == id_), None)
 
-    def facts(self, docker: list[str], files: tuple[str, ...] = (), timeout: float = 0) -> dict[str, Any]:
+    def facts(self, docker: tuple[str, ...] = (), files: tuple[str, ...] = (), timeout: float = 0) -> dict[str, Any]:
         meminfo = f"MemTotal: 125000000 kB\nMemAvailable: {self.available_kb} kB\nSwapTotal: 8 kB\nSwapFree: 8 kB\n"
         answered = {path: self.get(path) for path in docker}
         return {"time": time.time(), "docker": answered, "files": dict.fromkeys(files, meminfo)}
@@ -106,6 +109,15 @@ class DockerNode:
             return {"status": 404, "body": {"message": "No such container"}}
         lines = [[stamp(moment), text] for moment, text in found.log if moment >= float(since or 0)]
         return {"status": 200, "lines": lines[-int(tail) :] if tail else lines, "more": False, "time": time.time()}
+
+    def guard(self, container: str, floor: int, timeout: float = 0) -> dict[str, Any]:
+        self.guarded[container] = floor
+        return {"killed_at": self.killed_at.get(container)}
+
+    def guard_kills(self, container: Container, available: int) -> None:
+        """Do what the node's own guard does, at its own time."""
+        self.killed_at[container.id] = available
+        container.end(137)
 
     def mkdir(self, paths: list[str]) -> dict[str, Any]:
         self.events.append(f"mkdir {len(paths)}")

@@ -5,9 +5,12 @@ As a module it makes one (`FakeDocker`); as a program it is one.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import sys
+import tarfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,19 +59,36 @@ class FakeDocker:
         calls: list[list[str]] = [json.loads(line) for line in lines]
         return [call for call in calls if call[: len(first)] == list(first)]
 
-    def answer(self, role: str, page: str, *, free: int = 10**12) -> dict[str, Any]:
+    def answer(self, role: str, page: str) -> dict[str, Any]:
         """Answer as the engine's HTTP API."""
+        how = self.read("behaviour")
         if page == "/info":
-            return {"status": 200, "body": {"DockerRootDir": "/docker"}}
+            body = {
+                "DockerRootDir": "/docker",
+                "DriverStatus": how.get(f"{role}_driver", [["Backing Filesystem", "x"]]),
+            }
+            return {"status": 200, "body": body}
         if page == "/version":
-            return {"status": 200, "body": {"ApiVersion": self.read("behaviour").get("api", "1.41")}}
-        name = page.removeprefix("/images/").removesuffix("/json")
-        image = self.read(role).get(name)
+            return {"status": 200, "body": {"ApiVersion": how.get("api", "1.41")}}
+        images = self.read(role)
+        by_id = {id_of(image): image for image in images.values()}
+        if page == "/images/json":
+            return {"status": 200, "body": [{"Id": name} for name in by_id]}
+        name, _, what = page.removeprefix("/images/").rpartition("/")
+        image = images.get(name) or by_id.get(name)
         if image is None:
             return {"status": 404, "body": {"message": "no such image"}}
+        if what == "history":
+            sizes = [image["size"] // len(image["layers"])] * len(image["layers"])
+            return {"status": 200, "body": [{"Size": size} for size in [0, *sizes]]}
         layers = {"Type": "layers", "Layers": image["layers"]}
-        body = {"RootFS": layers, "Config": {"Labels": image["labels"]}}
+        body = {"Id": id_of(image), "RootFS": layers, "Config": {"Labels": image["labels"]}}
         return {"status": 200, "body": {**body, "Architecture": image["architecture"], "Size": image["size"]}}
+
+
+def id_of(image: dict[str, Any]) -> str:
+    """Give the id of an image, which is the same under every name."""
+    return f"sha256:{hashlib.sha256(json.dumps(image, sort_keys=True).encode()).hexdigest()}"
 
 
 def option_values(words: list[str], option: str) -> list[str]:
@@ -132,7 +152,7 @@ class Command:
 
     def do_run(self) -> int:
         self.hang("run")
-        print(self.how.get("help", HELP))
+        print(self.how.get("help", HELP), *range(1000), sep="\n")  # as long as a real engine's
         return int(self.how.get("run_code", 0))
 
     def do_rm(self) -> None:
@@ -161,27 +181,55 @@ class Command:
         return 0
 
     def do_save(self) -> int:
-        image = self.state.read("head")[self.words[-1]]
-        sys.stdout.buffer.write(json.dumps([self.words[-1], image]).encode() + b"\n")
-        for _ in range(self.how.get("blocks", 8)):
-            sys.stdout.buffer.write(BLOCK)
+        name = self.words[-1]
+        image = self.state.read("head")[name]
+        data = BLOCK * int(self.how.get("blocks", 8))
+        with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as archive:
+            self.put(archive, "manifest.json", json.dumps([name, image]).encode())
             sys.stdout.flush()
             self.hang("save")
+            for layer in image["layers"]:
+                self.put(archive, f"blobs/{layer.replace(':', '/')}", data)
         print("cannot export", file=sys.stderr)
         return int(self.how.get("save_code", 0))
 
+    def put(self, archive: tarfile.TarFile, name: str, data: bytes) -> None:
+        """Add a file."""
+        member = tarfile.TarInfo(name)
+        member.size = len(data)
+        archive.addfile(member, io.BytesIO(data))
+
     def do_load(self) -> int:
         if self.how.get("load") == "fail":
+            while self.how.get("hang") == "save" and not (self.state.directory / "save.pid").exists():
+                time.sleep(0.01)
             print("no space left on device", file=sys.stderr)
             return 1
-        name, image = json.loads(sys.stdin.buffer.readline())
-        self.hang("load")
-        # Docker may be done before the last bytes of padding came.
-        size = 0 if self.how.get("load") == "early" else len(sys.stdin.buffer.read())
+        with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
+            name, image = json.loads(read(archive))
+            self.hang("load")
+            # Docker may be done before the last bytes of padding came.
+            names = set() if self.how.get("load") == "early" else {member.name for member in archive}
+        if names:
+            sys.stdin.buffer.read()
+        worker = self.state.read("worker")
+        for number, layer in enumerate(image["layers"]):
+            below = image["layers"][: number + 1]
+            is_there = any(other["layers"][: number + 1] == below for other in worker.values())
+            if f"blobs/{layer.replace(':', '/')}" not in names and not is_there and self.how.get("load") != "early":
+                print(f"open /docker/tmp/{layer}/layer.tar: no such file or directory", file=sys.stderr)
+                return 1
         image["layers"] = self.how.get("loaded_layers", image["layers"])
-        self.state.write("worker", {**self.state.read("worker"), name: image})
-        print(f"Loaded image: {name} ({size})")
+        self.state.write("worker", {**worker, name: image})
+        print(f"Loaded image: {name}")
         return 0
+
+
+def read(archive: tarfile.TarFile) -> bytes:
+    """Read the next file."""
+    member = archive.next()
+    file = archive.extractfile(member) if member else None
+    return file.read() if file else b""
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import pytest
 
 from sparkserve.inventory import list_items
 from sparkserve.plan import Change, Work
-from sparkserve.planning import disk_needs, look_for_weights
+from sparkserve.planning import look_for_weights
+from sparkserve.preflight import disk_needs
 from tests.component.weights_stage import KIB, RECIPE, Pair
 from tests.lab.model_repo import make_bench_repo
 from tests.lab.repo_store import ModelRepo
@@ -64,11 +65,11 @@ def test_a_file_that_is_short_is_fetched_whole_beside_itself(stage: Pair) -> Non
     assert needs(stage) == {("worker", "models", "weights"): SIZES[0]}
 
 
-def test_an_image_takes_twice_its_size_where_it_is_loaded(stage: Pair) -> None:
+def test_an_image_takes_its_size_where_it_is_saved_and_twice_where_it_is_loaded(stage: Pair) -> None:
     stage.fill("head", "worker")
     found = needs(stage, change("head", "build", 100), change("worker", "ship", 100), change("worker", "derive", 7))
     assert found == {
-        ("head", "docker", "engine image"): 100,
+        ("head", "docker", "engine image"): 200,
         ("worker", "docker", "engine image"): 200,
         ("worker", "cache", "derived files"): 7,
     }

@@ -40,6 +40,7 @@ class Scene:
     answers: Callable[[httpx.Request], httpx.Response] | None = None
     requests: list[str] = field(default_factory=list)
     uid: int = 1000
+    opened: dict[str, dict[str, Any]] = field(default_factory=dict)
     hosts: dict[str, FakeHost] = field(default_factory=lambda: {"head": FakeHost("head"), "worker": FakeHost("worker")})
 
     @property
@@ -53,8 +54,17 @@ class Scene:
             node.__dict__["docker"] = docker
             node.identity = {"home": f"/home/{node.role}", "uid": self.uid}
             self.hosts[node.role].script([*DROP_CACHES[self.uid != 0]], always=True)
+            self.hosts[node.role].script(self.opening(node.role), always=True, **self.opened.get(node.role, {}))
             node.host = self.hosts[node.role]
         return pair
+
+    def opening(self, role: Role) -> list[str]:
+        """Give the command that opens every file of a rank inside its container."""
+        rank = list(LINKS).index(role)
+        spec = build_spec(make_deployment(), rank, LINKS, FILES, IMAGE)
+        script = 'for file; do true < "$file" || echo "$file"; done'
+        files = [mount.target for mount in spec.mounts if mount.read_only]
+        return ["docker", "exec", f"new-sparkserve-rank{rank}", "sh", "-c", script, "sh", *files]
 
     @property
     def deployment(self) -> Deployment:
@@ -285,6 +295,69 @@ def test_a_warning_of_the_log_is_told_and_ends_nothing(scene: Scene) -> None:
     assert "warning: the driver found no free memory" in report.applied[-1].proof
 
 
+def test_a_rank_that_its_nodes_memory_guard_killed(scene: Scene) -> None:
+    def act(head: Container, worker: Container) -> None:
+        wait_for(lambda: bool(scene.worker.guarded), "the guard watches")
+        # The other rank is seen to end first: the guard's word still comes before its own.
+        head.end(1)
+        scene.worker.guard_kills(worker, 700_000_000)
+
+    scene.when_both_run(act)
+    error = scene.fail()
+    assert (error.code, error.node) == ("memory_floor", "worker")
+    assert "0.7 GiB of memory were left, needed: 1 GiB" in error.message
+    assert scene.worker.guarded == {"new-sparkserve-rank1": 2**30}
+    assert scene.head.guarded == {"new-sparkserve-rank0": 2**30}
+    assert scene.head.containers == scene.worker.containers == []
+
+
+def test_memory_that_went_since_the_preflight_stops_the_start(scene: Scene) -> None:
+    scene.head.available_kb = 50_000_000
+    error = scene.fail()
+    assert (error.code, error.node, error.exit_code) == ("memory_short", "head", EXIT_NOT_READY)
+    assert "47.7 GiB of memory available; needed before a start: 108 GiB" in error.message
+    assert not any(event.startswith("create") for event in scene.worker.events)
+
+
+def test_memory_that_is_still_on_its_way_back_is_only_told(scene: Scene) -> None:
+    scene.head.containers, scene.worker.containers = [ours(0)], [ours(1)]
+    scene.head.available_kb = 50_000_000
+    scene.answers = good
+    report = scene.apply(serving="answers")
+    report.raise_failures()
+    assert any("head: 47.7 GiB of memory available; needed before" in item.proof for item in report.applied)
+
+
+def test_a_file_that_the_engine_may_not_read(scene: Scene) -> None:
+    mount = next(mount for mount in scene.launch().specs["worker"].mounts if mount.target.endswith("config.json"))
+    scene.opened["worker"] = {"stdout": f"{mount.target}\n".encode(), "stderr": b"sh: Permission denied"}
+    error = scene.fail()
+    assert (error.code, error.node) == ("model_unreadable", "worker")
+    assert f"rank 1 cannot read {mount.source} from inside" in error.message
+    assert mount.source in error.hint
+    assert error.details.startswith("sh: Permission denied")
+    assert scene.head.containers == scene.worker.containers == []
+
+
+def test_a_rank_that_ended_at_a_file_which_it_may_not_read(scene: Scene) -> None:
+    def act(head: Container, worker: Container) -> None:
+        worker.say("PermissionError: [Errno 13] Permission denied: '/model/config.json'")
+        worker.end(1)
+
+    scene.when_both_run(act)
+    error = scene.fail()
+    assert (error.code, error.node) == ("rank_ended", "worker")
+    assert "the container's user must be able to read it" in error.hint
+
+
+def test_an_image_without_a_shell_only_leaves_that_unproved(scene: Scene) -> None:
+    scene.opened["head"] = {"exit_code": 127}
+    scene.answers = good
+    report = scene.apply()
+    report.raise_failures()
+    assert "not proved that the engine can read its files: head: the image has no `sh`" in report.applied[-1].proof
+
+
 def test_the_kernel_killed_a_rank(scene: Scene) -> None:
     scene.when_both_run(lambda head, worker: head.end(137, oom_killed=True))
     assert "killed by the kernel for memory, exit code 137" in scene.fail().message
@@ -421,6 +494,7 @@ def test_progress_tells_both_ranks(scene: Scene) -> None:
     def act(head: Container, worker: Container) -> None:
         head.say("[tensorfold] rank 0: layers 0..9 loaded (1 s)")
         worker.say("[tensorfold] rank 1: layers 0..4 loaded (1 s)")
+        worker.say("")
         time.sleep(0.9)
         scene.answers = good
 
@@ -429,7 +503,8 @@ def test_progress_tells_both_ranks(scene: Scene) -> None:
     apply(Plan(tuple(scene.plan())), reporter).raise_failures()
     notes = [text for kind, key, *rest in reporter.events if kind == "note" for text in rest]
     assert any(
-        "rank 0: loading layers 9; rank 1: loading layers 4; HTTP closed; 95.4 / 95.4 GiB available" in text
+        "rank 0: loading layers 9; rank 1: loading layers 4; HTTP closed; 115.4 / 115.4 GiB available" in text
+        and text.endswith("s | rank 1 says: [tensorfold] rank 1: layers 0..4 loaded (1 s)")
         for text in notes
     ), notes
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from sparkserve import copy_program
 from sparkserve.cluster import Node, Role
 from sparkserve.errors import SparkserveError
 from sparkserve.hosts import Host, LocalHost, Process
 from sparkserve.inventory import list_items
 from sparkserve.node_copy import Copy, CopyLimits, copy
 from sparkserve.plan import Cancelled
-from tests.component.weights_stage import KIB, Pair, Recorder, pair
+from tests.component.weights_stage import KIB, Pair, Recorder, pair, wait_until
 from tests.lab.hub import Hub
 from tests.lab.model_repo import make_bench_repo
 from tests.lab.repo_store import ModelRepo
@@ -100,6 +106,16 @@ def test_a_partial_with_holes_is_not_taken_for_a_prefix(stage: Pair) -> None:
     copy(job, work)
     assert work.notes == []
     assert not Path(job.partial + ".journal").exists()
+
+
+def test_the_receiver_widens_its_pipe(tmp_path: Path) -> None:
+    argv = [sys.executable, "-I", copy_program.__file__, "receive", str(tmp_path / "file"), "0", "6", "sha256"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as receiver:
+        assert receiver.stdin is not None
+        pipe = receiver.stdin.fileno()
+        wait_until(lambda: fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) == copy_program.BLOCK)
+        out, _ = receiver.communicate(b"weight")
+    assert json.loads(out.splitlines()[-1]) == {"digest": hashlib.sha256(b"weight").hexdigest()}
 
 
 def test_the_sending_program(repo: ModelRepo, hub: Hub, tmp_path: Path) -> None:

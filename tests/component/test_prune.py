@@ -13,9 +13,10 @@ import pytest
 from sparkserve.cluster import NodeSession
 from sparkserve.errors import SparkserveError
 from sparkserve.inventory import PARTIALS, list_items
+from sparkserve.lock import Lock
 from sparkserve.plan import Change, Plan, apply
 from sparkserve.planning import look_for_weights
-from sparkserve.prune import Wanted, plan, plan_logs
+from sparkserve.prune import Wanted, plan, plan_build_cache, plan_logs
 from tests.component.weights_stage import KIB, Pair, Silent, manifest_of, pair
 from tests.lab.hub import Hub
 from tests.lab.model_repo import make_bench_repo
@@ -32,13 +33,18 @@ class WithDocker:
     session: NodeSession
     mounts: list[str] = field(default_factory=list)
     images: list[dict[str, Any]] = field(default_factory=list)
+    builds: list[dict[str, Any]] = field(default_factory=list)
 
     def ask(self, do: str, **fields: Any) -> Any:
         docker = fields.pop("docker", [])
         answer = self.session.ask(do, **fields)
         if docker:
             containers = [{"ImageID": "sha256:used", "Mounts": [{"Source": path} for path in self.mounts]}]
-            pages: dict[str, Any] = {"/containers/json?all=1": containers, "/images/json": self.images}
+            pages: dict[str, Any] = {
+                "/containers/json?all=1": containers,
+                "/images/json": self.images,
+                "/system/df?type=build-cache": {"BuildCache": self.builds},
+            }
             answer["docker"] = {page: {"status": 200, "body": pages[page]} for page in docker}
         return answer
 
@@ -64,10 +70,12 @@ def docker(stage: Pair) -> WithDocker:
     return cast("WithDocker", stage.node("worker").session)
 
 
-def found(stage: Pair, *folders: str) -> list[Change]:
+def found(stage: Pair, *folders: str, others: tuple[Lock, ...] = ()) -> list[Change]:
     cache = stage.node("worker").cache_dir
-    wanted = Wanted(stage.deployment.lock, "sparkserve/lab:now", frozenset(f"{cache}/{name}" for name in folders))
-    return plan(stage.node("worker"), wanted)
+    apart = frozenset(f"{cache}/{name}" for name in folders)
+    return plan(
+        stage.node("worker"), Wanted((stage.deployment.lock, *others), frozenset({"sparkserve/lab:now"}), apart)
+    )
 
 
 def carry_out(changes: list[Change]) -> None:
@@ -97,6 +105,19 @@ def test_sets_of_another_lock_go_with_their_directories(stage: Pair) -> None:
     assert not before.exists()
     assert found(later) == []
     later.assert_whole()
+
+
+def test_weights_and_partials_of_another_lock_that_is_there_stay(stage: Pair) -> None:
+    stage.apply().raise_failures()
+    later = move_on(stage)
+    assert [change.before for change in found(later)] == ["weights of another lock"]
+    assert found(later, others=(stage.deployment.lock,)) == []
+    (item,) = [item for item in list_items(later.deployment.lock) if item.file.path == LARGE]
+    half = Path(item.partial_path(stage.node("worker")))
+    half.parent.mkdir(parents=True, exist_ok=True)
+    half.write_bytes(bytes(8192))
+    assert [change.before for change in found(stage)] == ["partial files"]
+    assert found(stage, others=(later.deployment.lock,)) == []
 
 
 def test_files_of_others_in_such_a_directory_stay(stage: Pair) -> None:
@@ -169,6 +190,32 @@ def test_images_of_ours_that_no_container_uses(stage: Pair) -> None:
     ]
     changes = found(stage)
     assert [(change.resource, change.size) for change in changes] == [("sparkserve/lab:old", 2), ("sha256:4", 4)]
+
+
+class Builder:
+    """A Docker client that only prunes builds, and all of them."""
+
+    def __init__(self, stand_in: WithDocker) -> None:
+        self.stand_in = stand_in
+        self.api = self
+
+    def prune_builds(self, **how: Any) -> None:
+        assert how == {"all": True}
+        self.stand_in.builds = [part for part in self.stand_in.builds if part["InUse"]]
+
+    def close(self) -> None: ...
+
+
+def test_the_build_cache_goes_as_a_whole(stage: Pair) -> None:
+    worker = stage.node("worker")
+    assert plan_build_cache(worker) == []
+    parts = [(1000, False, False), (200, False, False), (30, True, False), (4, False, True)]
+    docker(stage).builds = [{"Size": size, "InUse": used, "Shared": shared} for size, used, shared in parts]
+    worker.__dict__["docker"] = Builder(docker(stage))
+    (change,) = plan_build_cache(worker)
+    assert (change.before, change.size) == ("what builds of anybody left", 1200)
+    assert apply(Plan((change,)), Silent()).applied[0].proof == "1200 bytes are gone"
+    assert plan_build_cache(worker) == []
 
 
 def test_an_engine_that_cannot_be_asked_stops_it(stage: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

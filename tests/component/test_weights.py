@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,8 +13,8 @@ from sparkserve.cluster import ROLES, Node, Role
 from sparkserve.errors import SparkserveError
 from sparkserve.hosts import LocalHost
 from sparkserve.inventory import PARTIALS, list_items
-from sparkserve.plan import ApplyReport, apply
-from tests.component.weights_stage import KIB, Pair, Recorder, Silent
+from sparkserve.plan import ApplyReport
+from tests.component.weights_stage import KIB, Pair, Recorder
 from tests.lab.hub import Hub
 from tests.lab.model_repo import make_bench_repo
 from tests.lab.repo_store import ModelRepo
@@ -86,23 +85,6 @@ def test_what_is_proved_is_not_read_again(stage: Pair) -> None:
     assert stage.verify() == weights.Verification((), len(SIZES) + 1, 0)
     full = stage.verify(full=True)
     assert (full.findings, full.hashed) == ((), 2 * stage.manifest.total_bytes)
-
-
-def test_a_serving_node_is_read_gently_and_the_other_is_not(stage: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage.fill("head", "worker")
-    asked: dict[str, bool] = {}
-    for node in stage.deployment.cluster.nodes:
-        real = node.session.ask
-
-        def ask(do: str, *, real: Any = real, role: str = node.role, **fields: Any) -> Any:
-            if do == "hash":
-                asked[role] = fields["gentle"]
-            return real(do, **fields)
-
-        monkeypatch.setattr(node.session, "ask", ask)
-    found = weights.verify(stage.deployment, lambda plan: apply(plan, Silent()), gentle=["worker"])
-    assert (found.holds, found.hashed) == (True, 2 * stage.manifest.total_bytes)
-    assert asked == {"head": False, "worker": True}
 
 
 def test_right_files_of_unknown_hash_are_proved_in_place(stage: Pair, hub: Hub) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from sparkserve.container import BindMount, ContainerSpec, container_name
 from sparkserve.docker_form import create_arguments, docker_run_argv
+from sparkserve.docker_program import docker_get, docker_logs
 from sparkserve.engine_facts import docker_body, parse_container, parse_top
-from sparkserve.node_program import docker_get, docker_logs
 from tests.lab.pair import Pair
 
 pytestmark = pytest.mark.lab

@@ -95,6 +95,33 @@ def test_both_failing_is_told_and_leaves_nothing(serving: Pair) -> None:
     assert names(serving) == []
 
 
+def prunable(pair: Pair, *words: str) -> dict[tuple[str, str], int]:
+    rows = pair.ask("prune", "--dry-run", *words)["data"]["changes"]
+    return {(row["node"], row["resource"]): row["size"] for row in rows}
+
+
+def test_prune_keeps_what_the_lock_of_another_recipe_names(other: Pair) -> None:
+    assert other.ask("start", "--recipe", OTHER)["exit_code"] == 0
+    assert other.ask("start")["exit_code"] == 0
+    image = other.head.docker("images", "--format", "{{.Repository}}:{{.Tag}}", "sparkserve/other").strip()
+    kept = {("head", image), ("worker", image)}
+    assert not kept & prunable(other).keys()
+    other.head.run(["rm", "sparkserve.other.lock.json"])
+    assert kept <= prunable(other).keys()
+
+
+def test_the_build_cache_goes_only_when_it_is_named(serving: Pair) -> None:
+    cache = ("head", "Docker's build cache")
+    assert cache not in prunable(serving)
+    assert "build cache holds" in serving.sparkserve("prune", "--dry-run").stderr.decode()
+    assert prunable(serving, "--build-cache")[cache] > 0
+    answer = serving.ask("prune", "--build-cache", "--yes")
+    assert answer["exit_code"] == 0, answer["errors"]
+    assert any(row["key"] == "head/prune/Docker's build cache" for row in answer["data"]["applied"])
+    assert cache not in prunable(serving, "--build-cache")
+    assert state(serving)[0] == "running"
+
+
 def test_records_and_saved_logs_of_a_run(serving: Pair) -> None:
     run = runs(serving)[0]
     assert (run["ending"], run["command"]) == ("answered", "start")

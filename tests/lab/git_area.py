@@ -55,6 +55,20 @@ def publish_commit(root: Path, name: str, files: Mapping[str, str], *, branch: s
     return commit
 
 
+def publish_directory(root: Path, name: str, directory: Path) -> str:
+    """Commit a directory of large files as it is, without trying to make them smaller; give the commit's id."""
+    bare = root / GIT_AREA / f"{name}.git"
+    if not bare.exists():
+        git("init", "--quiet", "--bare", "--initial-branch=main", str(bare))
+        for key, value in (("core.bigFileThreshold", "1m"), ("core.compression", "0"), ("pack.window", "0")):
+            git("config", key, value, directory=bare)
+    place = (f"--git-dir={bare}", f"--work-tree={directory}")
+    git(*place, "add", "--all", directory=directory)
+    if git(*place, "status", "--porcelain", directory=directory):
+        git(*place, "commit", "--quiet", "--message", name, directory=directory)
+    return git("rev-parse", "main", directory=bare)
+
+
 def publish_file(root: Path, path: str, content: bytes) -> Path:
     """Put a raw file below `/files/`."""
     target = root / FILES_AREA / path

@@ -17,9 +17,10 @@ class LabError(Exception):
     """The lab cannot do what it was asked for."""
 
 
-def command(*argv: str | Path, text: str = "") -> str:
+def command(*argv: str | Path, text: str = "", directory: Path | None = None) -> str:
     """Run a command on the machine and return its output; a failure carries what the command said."""
-    done = subprocess.run([str(word) for word in argv], input=text, capture_output=True, text=True, check=False)
+    words = [str(word) for word in argv]
+    done = subprocess.run(words, cwd=directory, input=text, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise LabError(f"{' '.join(map(str, argv))}: exit {done.returncode}: {done.stderr.strip()}")
     return done.stdout

@@ -51,8 +51,8 @@ def random_bytes(size: int, seed: str) -> Iterator[bytes]:
         yield bytes(memoryview(block)[: size - start])
 
 
-def safetensors(tensors: Sequence[Tensor], seed: str) -> Iterator[bytes]:
-    """Yield a safetensors file: length, header, then the tensors' random data without a gap."""
+def safetensors_header(tensors: Sequence[Tensor]) -> bytes:
+    """Give the beginning of a safetensors file: length and header; the tensors' data follow without a gap."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
@@ -63,8 +63,13 @@ def safetensors(tensors: Sequence[Tensor], seed: str) -> Iterator[bytes]:
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    yield struct.pack("<Q", len(text)) + text
-    yield from random_bytes(end, seed)
+    return struct.pack("<Q", len(text)) + text
+
+
+def safetensors(tensors: Sequence[Tensor], seed: str) -> Iterator[bytes]:
+    """Yield a safetensors file of random data."""
+    yield safetensors_header(tensors)
+    yield from random_bytes(sum(tensor.size for tensor in tensors), seed)
 
 
 def make_model_repo(root: Path, *, total_bytes: int = 40_000_000, seed: int = 1) -> ModelRepo:

@@ -65,6 +65,12 @@ class Pair:
         script = 'mkdir -p "$(dirname "$1")" && cat > "$1" && chmod "$2" "$1"'
         self.head.run(["sh", "-c", script, "sh", path, mode], stdin=content)
 
+    def put_recipe(self, directory: Path) -> None:
+        """Copy a recipe to the owner's own, under the directory's name."""
+        for path in sorted(directory.rglob("*")):
+            if path.is_file():
+                self.write(f"{HOME}/recipes/{directory.name}/{path.relative_to(directory)}", path.read_bytes())
+
     def command(self, *words: str) -> list[str]:
         """Give the argv of the installed command, run in the owner's home."""
         program = SOURCE / ".venv" / "bin" / "sparkserve"
@@ -138,16 +144,14 @@ def paired(checkout: Path = SOURCE) -> Iterator[Pair]:
 
 
 def _furnish(pair: Pair) -> None:
-    directory = pair.lab.folder / "recipe"
+    directory = pair.lab.folder / "recipes" / "lab"
     write_lab_recipe(
         directory,
         commits=pair.commits,
         engine_repository=f"{pair.hub.endpoint}/smart-git/engine.git",
         base=pair.lab.registry_reference,
     )
-    for path in sorted(directory.rglob("*")):
-        if path.is_file():
-            pair.write(f"{HOME}/recipes/lab/{path.relative_to(directory)}", path.read_bytes())
+    pair.put_recipe(directory)
     pair.write(f"{HOME}/.sudo-password", pair.head.password + "\n", mode="600")
     pair.write_settings()
     pair.script_engine()

@@ -1,4 +1,4 @@
-"""The lab's recipe, filled in with the commits and addresses of the lab that runs."""
+"""The lab's recipes, filled in with the commits and addresses of the lab that runs."""
 
 import re
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.lab.model_repo import ENGRAM_NAME, MODEL_NAME, TEMPLATE_NAME
 from tests.lab.repo_store import git_blob_id
 
-SOURCE = Path(__file__).parent / "recipes" / "lab"
+RECIPES = Path(__file__).parent / "recipes"
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 _MARK = re.compile(r"@([A-Z_0-9]+)@")
 
@@ -16,7 +16,7 @@ _MARK = re.compile(r"@([A-Z_0-9]+)@")
 def write_lab_recipe(
     directory: Path, *, commits: Mapping[str, str], engine_repository: str, base: str, lab_dir: str = "/var/lib/lab"
 ) -> None:
-    """Write the recipe directory; `commits` are those of the lab's repositories, `lab_dir` is on both nodes."""
+    """Write the stand-in engine's recipe; `commits` are those of the lab's repositories, `lab_dir` is on both nodes."""
     values = {
         "MODEL_COMMIT": commits[MODEL_NAME],
         "ENGRAM_COMMIT": commits[ENGRAM_NAME],
@@ -26,6 +26,12 @@ def write_lab_recipe(
         "BASE": base,
         "LAB_DIR": lab_dir,
     }
-    shutil.copytree(SOURCE, directory, dirs_exist_ok=True)
-    text = (SOURCE / "recipe.toml").read_text()
+    write_recipe(directory, "lab", values)
+
+
+def write_recipe(directory: Path, name: str, values: Mapping[str, str]) -> None:
+    """Write one of the lab's recipes with its marks filled in."""
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(RECIPES / name, directory)
+    text = (RECIPES / name / "recipe.toml").read_text()
     (directory / "recipe.toml").write_text(_MARK.sub(lambda match: values[match[1]], text))

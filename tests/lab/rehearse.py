@@ -1,10 +1,11 @@
-"""The whole line on the two-node lab, as an owner types it: `python -m tests.lab.rehearse`."""
+"""The whole line on the two-node lab, as an owner types it: `python -m tests.lab.rehearse [vllm]`."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tests.lab import vllm
 from tests.lab.pair import Pair, paired
 
+# The engine that the lab starts, and what it needs beyond the lab itself.
+ENGINES: Mapping[str, Callable[[Pair], None]] = {"": lambda _pair: None, "vllm": vllm.furnish}
 # What an owner types, and the exit code that is right at that point.
 LINE = (
     (("config",), 0),
@@ -23,7 +27,7 @@ LINE = (
     (("up",), 0),
     (("status",), 0),
     (("verify",), 0),
-    (("logs", "--rank", "0", "--grep", "ready|serving"), 0),
+    (("logs", "--rank", "0", "--grep", "ready|serving|startup complete"), 0),
     (("stop",), 0),
     (("status",), 5),
     (("stop",), 0),
@@ -42,9 +46,14 @@ class Row:
 
 def main() -> int:
     """Rehearse and end with one table: step, node, proof, seconds."""
+    engine = "".join(sys.argv[1:])
+    if engine not in ENGINES:
+        print(f"no engine {engine}; there is: {', '.join(filter(None, ENGINES))}, or none for the stand-in")
+        return 2
     begun = time.monotonic()
     rows: list[Row] = []
     with paired() as pair:
+        ENGINES[engine](pair)
         rows.append(Row("lab", "both", _describe_lab(pair), time.monotonic() - begun))
         good = all(_rehearse(pair, words, wanted, rows) for words, wanted in LINE)
     rows.append(Row("lab", "both", "taken down", 0.0))
@@ -61,7 +70,7 @@ def _rehearse(pair: Pair, words: tuple[str, ...], wanted: int, rows: list[Row]) 
     print(f"\n$ sparkserve {' '.join(words)}", flush=True)
     begun = time.monotonic()
     with pair.head.popen(pair.command(*words), stdout=sys.stdout, stderr=sys.stderr) as process:
-        code = process.wait(timeout=600)
+        code = process.wait(timeout=900)
     seconds = time.monotonic() - begun
     rows += _proofs(pair, words, seconds) if code == wanted else []
     if code != wanted:

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 import pytest
 
 from sparkserve import cli, lifecycle
-from sparkserve.errors import EXIT_USAGE
-from sparkserve.plan import ApplyReport, Interrupted
+from sparkserve.errors import EXIT_USAGE, SparkserveError
+from sparkserve.plan import Applied, ApplyReport, Change, Interrupted
 from tests.unit.cases import read_rows, row_name
 
 SECRET = "hf_TopSecretValue"
@@ -103,6 +103,25 @@ def test_an_interrupt_is_one_object_too(
     raising(monkeypatch, error)
     found = run_json(["status", "--json"], capsys)
     assert (found["exit_code"], [item["code"] for item in found["errors"]]) == (exit_code, ["interrupted"])
+
+
+def test_what_was_done_before_a_failure_or_an_interrupt_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, wrong, later = (
+        Change("head", "download", name, "missing", "there", lambda _work: "proved") for name in ("a", "b", "c")
+    )
+    report = ApplyReport([Applied(done, "proved", 1.0, 2.5)], [(wrong, SparkserveError("disk_full", "full"))], [later])
+    told = {
+        "applied": [{"key": "head/download/a", "proof": "proved", "seconds": 1.5}],
+        "failed": ["head/download/b"],
+        "not_reached": ["head/download/c"],
+    }
+    with pytest.raises(SparkserveError) as caught:
+        report.raise_failures()
+    for error in (caught.value, Interrupted(report)):
+        raising(monkeypatch, error)
+        assert run_json(["status", "--json"], capsys)["data"] == told
 
 
 def test_a_bug_is_called_one_and_kept_in_a_log(

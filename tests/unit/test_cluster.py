@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from sparkserve import cluster
 from sparkserve.cluster import Node, connect, pair_lock, state_dir
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, EXIT_USAGE, Failures, SparkserveError, flatten
 from sparkserve.manifest import Manifest, ManifestFile
@@ -181,3 +182,28 @@ def test_a_failure_inside_gives_the_lock_back(tmp_path: Path) -> None:
     with pair_lock(tmp_path, "up"):
         pass
     assert tmp_path.joinpath("lock").read_text() == ""
+
+
+def test_threads_that_ask_a_node_at_once_share_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    head_waits = threading.Event()
+
+    def slow(host: object) -> object:
+        made.append(host)
+        if host == "head":  # the other node's program does not wait for it
+            assert head_waits.wait(5)
+        return object()
+
+    monkeypatch.setattr(cluster, "NodeSession", slow)
+    head, worker = (Node(role, role, Settings()) for role in ("head", "worker"))  # type: ignore[arg-type]
+    found: list[object] = []
+    threads = [threading.Thread(target=lambda: found.append(head.session)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert worker.session is worker.session
+    head_waits.set()
+    for thread in threads:
+        thread.join(5)
+    assert made.count("head") == made.count("worker") == 1
+    assert len(found) == 4
+    assert len(set(map(id, found))) == 1

@@ -155,6 +155,13 @@ def test_api_key_is_a_file_of_rank_0_and_in_no_text() -> None:
     assert caught.value.code == "api_key_unsupported"
 
 
+def test_both_ranks_get_as_many_devices_where_one_half_of_a_cable_is_not_usable() -> None:
+    half = Link("10.100.8.2", "enp1s0f0np0", ("rocep1s0f0",), 5)
+    for rank, device in ((0, "rocep1s0f1"), (1, "rocep1s0f0")):
+        spec = build_spec(make_deployment(), rank, {"head": LINKS["head"], "worker": half}, FILES, IMAGE)
+        assert spec.env["TF_RDMA_DEVICES"] == device
+
+
 def test_unknown_facts_are_named_places_and_cannot_be_started() -> None:
     unknown = Link("", "", (), None)
     spec = build_spec(make_deployment(), 1, {"head": LINKS["head"], "worker": unknown}, FILES, IMAGE)

@@ -4,12 +4,14 @@ import os
 import shutil
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from sparkserve.cluster import NodeSession
 from sparkserve.hosts import LocalHost
+from tests.unit.cases import wait_for
 
 SETPRIV = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 
@@ -20,6 +22,7 @@ class Engine:
     def __init__(self, path: Path, answer: bytes) -> None:
         self.path = path
         self._answer = answer
+        self.asked: list[bytes] = []
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(str(path))
         self._socket.listen()
@@ -33,7 +36,7 @@ class Engine:
             except OSError:
                 return
             with connection:
-                connection.recv(65536)
+                self.asked.append(connection.recv(65536).partition(b"\r\n")[0])
                 connection.sendall(self._answer)
 
     def close(self) -> None:
@@ -76,6 +79,74 @@ def test_answers(place: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes, ex
     engine = Engine(place, answer)
     assert ask(f"unix://{place}", monkeypatch) == expected
     engine.close()
+
+
+def test_the_guard_kills_its_container_by_itself_when_memory_is_short(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(place, response("204 No Content", b""))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{place}")
+    session = NodeSession(LocalHost("head"))
+    try:
+        for _ in range(2):
+            assert session.ask("guard", container="well", floor=1) == {"killed_at": None}
+        begun = time.monotonic()
+        assert session.ask("guard", container="hungry", floor=1 << 60) == {"killed_at": None}
+        wait_for(lambda: bool(engine.asked), "the container was killed")
+        assert time.monotonic() - begun < 1
+        assert engine.asked == [b"POST /containers/hungry/kill HTTP/1.1"]
+        assert session.ask("guard", container="well", floor=1) == {"killed_at": None}
+        killed_at = session.ask("guard", container="hungry", floor=1)["killed_at"]
+        total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+        assert 0 < killed_at <= int(total.split()[1]) * 1024
+    finally:
+        session.close()
+        engine.close()
+
+
+def test_a_guard_goes_on_until_docker_obeys(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(place, response("500 Internal Server Error", b'{"message": "busy"}'))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{place}")
+    session = NodeSession(LocalHost("head"))
+    try:
+        session.ask("guard", container="hungry", floor=1 << 60)
+        wait_for(lambda: len(engine.asked) >= 2, "it was tried again")
+    finally:
+        session.close()
+        engine.close()
+
+
+def nice_threads(pid: str) -> int:
+    """Count the threads of a process that stand back behind everybody else."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return sum(text.rpartition(")")[2].split()[16] == "19" for text in stats)
+
+
+@pytest.mark.parametrize(("containers", "gentle"), [(b'[{"Id": "ours"}]', True), (b"[]", False)])
+def test_files_are_read_gently_beside_an_engine_of_ours(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, containers: bytes, gentle: bool
+) -> None:
+    engine = Engine(place, response("200 OK", containers))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{place}")
+    session = NodeSession(LocalHost("head"))
+    paths = [tmp_path / f"{number}.bin" for number in range(3)]
+    for path in paths:
+        with path.open("wb") as file:
+            file.truncate(256 << 20)
+    seen: list[int] = []
+    try:
+        pid = session.ask("facts", commands={"pid": ["sh", "-c", "echo $PPID"]})["commands"]["pid"]["out"].strip()
+        rows = [{"path": str(path), "algorithm": "sha256"} for path in paths]
+        store = str(tmp_path / "proofs.json")
+        session.ask("hash", store=store, files=rows, on_progress=lambda _progress: seen.append(nice_threads(pid)))
+        assert b"sparkserve.owner%3Dsparkserve" in engine.asked[0]
+        assert max(seen) == (2 if gentle else 0)  # the request's own thread and the one that reads
+        # What is asked afterwards is answered at once again.
+        niceness = session.ask("facts", commands={"nice": ["nice"]})["commands"]["nice"]["out"]
+        assert int(niceness) == os.getpriority(os.PRIO_PROCESS, 0)
+    finally:
+        session.close()
+        engine.close()
 
 
 def test_no_engine(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from sparkserve.docker_program import docker_get, docker_logs, read_frames
 from sparkserve.engine_facts import docker_body, parse_moment, parse_top
 from sparkserve.engine_logs import LogFollower, LogLine, find_trouble, match_phase
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
-from sparkserve.node_program import docker_get, docker_logs, read_frames
 from sparkserve.recipe import KnownFailure, Phase
 from tests.fakes import FakeSession, make_node
 

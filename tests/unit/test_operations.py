@@ -7,12 +7,14 @@ from typing import Any, cast
 
 import pytest
 
-from sparkserve import lifecycle, operations, records
+from sparkserve import engine, lifecycle, operations, records
 from sparkserve.cluster import Cluster, is_locked, pair_lock
+from sparkserve.engine_stop import Stopping
 from sparkserve.errors import SparkserveError
 from sparkserve.lifecycle import Session
 from sparkserve.lock import write_lock
 from sparkserve.operations import Eyes
+from sparkserve.plan import Change
 from sparkserve.status import Evidence, Verdict
 from sparkserve.status_look import Question, Status
 from tests.component.docker_node import DockerNode
@@ -22,8 +24,8 @@ from tests.unit.deployments import make_lock
 ENVIRONMENT = {"SPARKSERVE_WORKER": "spark@10.0.0.2"}
 
 
-def make_session(tmp_path: Path, recipe: str | None = None) -> Session:
-    environment = {**ENVIRONMENT, "XDG_STATE_HOME": str(tmp_path / "state")}
+def make_session(tmp_path: Path, recipe: str | None = None, **environment: str) -> Session:
+    environment |= {**ENVIRONMENT, "XDG_STATE_HOME": str(tmp_path / "state")}
     nobody = cast("Any", None)
     return lifecycle.open_session("status", tmp_path / ".env", environment, {"recipe": recipe}, nobody)
 
@@ -135,3 +137,22 @@ def test_a_stop_is_the_owners_word_even_if_nothing_runs(tmp_path: Path, monkeypa
     for dry_run in (True, False):
         assert operations.stop(session, force=False, dry_run=dry_run).plan.is_empty
         assert records.read_wanted(session.state).serving is dry_run
+
+
+def test_a_stop_masks_the_api_key_too_and_needs_no_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = tmp_path / "key"
+    key.write_text("sk-very-secret")
+    key.chmod(0o600)
+    session = make_session(tmp_path, SPARKSERVE_API_KEY_FILE=str(key))
+    Scene(monkeypatch)
+    masked: list[list[str]] = []
+
+    def plan_stop(_cluster: object, _facts: object, stopping: Stopping) -> list[Change]:
+        masked.append([secret.get_secret_value() for secret in stopping.secrets if secret])
+        return []
+
+    monkeypatch.setattr(engine, "plan_stop", plan_stop)
+    operations.stop(session, force=False, dry_run=True)
+    key.unlink()
+    operations.stop(session, force=False, dry_run=True)
+    assert masked == [["sk-very-secret"], []]

@@ -94,3 +94,25 @@ def test_a_pipe_gets_a_line_an_interval_for_each_node_and_step(clock: Clock) -> 
     assert [line.partition(" ")[0] for line in lines] == ["head:", "worker:"] * 3
     reporter.finished(Applied(TABLE, "sha256:0123", 0.0, 1.0))
     assert lines[-1].startswith("head: download done: sha256:0123") or "head: download done: sha256:0123" in lines[-2]
+
+
+def test_a_pipe_gets_a_line_a_minute_of_a_start_and_each_new_phase_at_once(clock: Clock) -> None:
+    lines: list[tuple[float, str]] = []
+    ready = change("ready", 0, step="start")
+    reporter = LineReporter(Plan((ready,)), lambda text: lines.append((clock.now - 1000.0, text)))
+    reporter.started(ready)
+    for second in range(1, 301):
+        clock.now = 1000.0 + second
+        phase = "starting" if second < 90 else f"loading layers {second // 10}/40" if second < 200 else "warming up"
+        last = f"rank {second % 2} says: {'-' * second}"
+        reporter.note(ready, f"rank 0: {phase}; 99.{second % 10} / 80.0 GiB available; {second} s | {last}")
+    reporter.note(ready, "rank 0: starting; 99.0 / 80.0 GiB available; 300 s")
+    assert [moment for moment, _ in lines] == [0, 1, 61, 90, 150, 200, 260]
+    assert [text.split("; ")[0] for _, text in lines[1:]] == [
+        "head: start rank 0: starting",
+        "head: start rank 0: starting",
+        "head: start rank 0: loading layers 9/40",
+        "head: start rank 0: loading layers 15/40",
+        "head: start rank 0: warming up",
+        "head: start rank 0: warming up",
+    ]

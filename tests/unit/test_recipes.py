@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from sparkserve import image
+from sparkserve.engine_logs import LogLine, find_trouble, match_failure, match_phase
 from sparkserve.errors import SparkserveError
 from sparkserve.lock import Lock, LockedImage
 from sparkserve.recipe import PLACEHOLDER, PLACEHOLDERS, Recipe
 from sparkserve.recipe_source import load_recipe, shipped_names
 from tests.lab.model_repo import ENGRAM_NAME, MODEL_NAME, TEMPLATE_NAME
-from tests.lab.recipe import write_lab_recipe
+from tests.lab.recipe import write_lab_recipe, write_recipe
 
 DEFAULT = "tensorfold-1017"
 OLD_TABLES = {
@@ -123,6 +124,57 @@ def test_a_line_of_trouble_is_known(line: str) -> None:
     assert all(failure.cause and failure.advice for failure in found)
 
 
+VLLM_LINES = {
+    "(MainProcess pid=6) INFO 11-30 08:12:58 [serve.py:224] Launching vLLM (v0.32.0) headless multiproc executor, with "
+    "head node address 10.0.0.1:29521 for torch.distributed process group.": "starting the engine",
+    "(EngineCore pid=18) INFO 11-30 08:13:22 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: "
+    "model='/model', speculative_config=None": "starting the engine",
+    "(Worker pid=12) INFO 11-30 08:13:26 [parallel_state.py:1906] world_size=2 rank=1 local_rank=0 "
+    "distributed_init_method=tcp://10.0.0.1:29521 backend=gloo": "waiting for the other rank",
+    "(Worker pid=12) INFO 11-30 08:13:52 [parallel_state.py:2350] rank 1 in world size 2 is assigned as DP rank 0, "
+    "PP rank 0, PCP rank 0, TP rank 1": "joined the other rank",
+    "(Worker_TP1 pid=12) INFO 11-30 08:13:52 [cpu_model_runner.py:68] Starting to load model /model...": (
+        "loading weights"
+    ),
+    "Loading safetensors checkpoint shards: 100% Completed | 1/1 [00:00<00:00, 72.47it/s]": "loading weights 1/1",
+    "(Worker_TP0 pid=27) INFO 11-30 08:13:54 [default_loader.py:501] Loading weights took 0.03 seconds": (
+        "weights loaded"
+    ),
+    "(EngineCore pid=18) INFO 11-30 08:13:56 [kv_cache_utils.py:2327] CPU KV cache size: 2,097,152 tokens, Maximum "
+    "concurrency for 2,048 tokens per request: 1024.00x": "sizing the cache",
+    "INFO:     Application startup complete.": "serving",
+    "get_mempolicy: Operation not permitted": "",
+}
+
+
+@pytest.mark.parametrize("line", VLLM_LINES)
+def test_a_line_of_real_vllm_is_its_phase_and_no_failure(line: str) -> None:
+    recipe = load_recipe("smoke")
+    assert match_phase(line, recipe.phases) == VLLM_LINES[line]
+    assert match_failure(line, recipe.failures) is None
+
+
+def test_the_cause_of_a_dead_vllm_and_not_the_echo() -> None:
+    worker, core = (
+        "(Worker_TP0 pid=30) ERROR 11-30 08:08:36 [multiproc_executor.py:1063] ",
+        "(EngineCore pid=22) ERROR ",
+    )
+    lines = [
+        "(APIServer pid=6) WARNING 11-30 08:07:41 [system_utils.py:255] Found ulimit of 20000 and failed to "
+        "automatically increase with error current limit exceeds maximum limit. This can cause fd limit errors like "
+        "`OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n",
+        f"{worker}WorkerProc hit an exception.",
+        f"{worker}Traceback (most recent call last):",
+        f'{worker}  File "/opt/vllm/vllm/v1/worker/cpu_worker.py", line 1055, in worker_busy_loop',
+        f"{worker}    raise InductorError(e, currentframe()).with_traceback(",
+        f"{worker}torch._inductor.exc.InductorError: InvalidCxxCompiler: No working C++ compiler found",
+        f"{core}11-30 08:08:36 [core.py:1512] EngineCore encountered a fatal error.",
+    ]
+    found = find_trouble([LogLine(float(n), 0, line) for n, line in enumerate(lines)], load_recipe("smoke").failures)
+    assert found is not None
+    assert found.line.text == lines[5]
+
+
 def test_a_lost_rank_breaks_a_serving_pair() -> None:
     line = "[tensorfold] the lane is broken (rank 1 lost); every step fails from now on"
     found = [failure for failure in load_recipe(DEFAULT).failures if re.search(failure.pattern, line)]
@@ -140,6 +192,25 @@ def test_the_lab_recipe_differs_where_it_must(tmp_path: Path) -> None:
     assert set(image.build_files(lab)) == {"Dockerfile"}
     assert b"stand-in" in image.build_files(lab)["Dockerfile"].content
     assert "@" not in (tmp_path / "lab/recipe.toml").read_text().replace("@ signs", "")
+
+
+def test_the_lab_recipe_of_real_vllm_is_whole(tmp_path: Path) -> None:
+    marks = {
+        "MODEL": "lab/tiny",
+        "MODEL_COMMIT": "a" * 40,
+        "BASE": "lab/base:1",
+        "ENGINE_REPOSITORY": "http://hub.lab/e",
+    }
+    write_recipe(tmp_path / "lab-vllm-cpu", "lab-vllm-cpu", {**marks, "ENGINE_COMMIT": "b" * 40})
+    recipe = load_recipe(str(tmp_path / "lab-vllm-cpu"))
+    assert set(image.build_files(recipe)) == {"Dockerfile", "install.sh", "wheels.txt"}
+    assert recipe.verification.untrained
+    # What is proved with it must be what the other vLLM recipes use.
+    smoke = load_recipe("smoke")
+    assert (recipe.phases, recipe.failures) == (smoke.phases, smoke.failures)
+    assert recipe.counters
+    assert smoke.counters
+    assert recipe.counters.moving == smoke.counters.moving
 
 
 def test_an_engine_directory_in_a_recipe_is_refused(tmp_path: Path) -> None:

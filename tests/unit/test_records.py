@@ -15,10 +15,11 @@ from tests.unit.deployments import FILES, IMAGE, LINKS, make_deployment
 SECRET = "hf_never_to_be_kept"
 
 
-def make_record(run: str = "run-1", **changes: int) -> Record:
+def make_record(run: str = "run-1", *, skipped_checks: tuple[str, ...] = (), **changes: int) -> Record:
     deployment = make_deployment({"hf_token": SECRET, "context": 4096, **changes})
     specs = {role: build_spec(deployment, rank, LINKS, FILES, IMAGE) for rank, role in enumerate(LINKS)}
     launch = Launch(specs, run, Endpoint("http://127.0.0.1:8888", "flash"), Path("runs"), kernels={"head": "6.17"})
+    launch = replace(launch, skipped_checks=skipped_checks)
     launch.phases["rank 0: loading layers 3"] = 1.23456
     record = records.open_record("start", deployment, launch)
     records.close_record(record, "answered", launch)
@@ -78,6 +79,14 @@ def test_the_last_that_answered() -> None:
     assert [getattr(records.last_answered(found, run), "run", None) for run in ("", "a", "c", "none")] == [
         "b", "a", None, None,
     ]  # fmt: skip
+
+
+def test_what_a_start_left_out_is_known_to_a_restart() -> None:
+    record = make_record(skipped_checks=("memory", "swap"))
+    assert record.decided["skipped checks"] == "memory swap"
+    assert records.skipped_checks(record) == ("memory", "swap")
+    assert records.skipped_checks(make_record()) == records.skipped_checks(None) == ()
+    assert records.changed_since(make_record(), record) == ["skipped checks: memory swap -> not set"]
 
 
 def test_what_the_owner_wants(tmp_path: Path) -> None:

@@ -138,3 +138,12 @@ def test_a_machine_that_does_not_answer(client: Client, monkeypatch: pytest.Monk
         client.set(Port=str(port))
         error = refusal(client)
     assert (error.code, error.message) == ("ssh_timeout", f"no answer from 127.0.0.1 port {port} within 0.3 s")
+
+
+def test_more_keys_than_the_worker_lets_be_tried(client: Client, tmp_path: Path) -> None:
+    right = client.options["IdentityFile"]
+    wrong = [str(make_key(tmp_path / f"stranger{number}")) for number in range(7)]
+    client.set(IdentityFile=f"{wrong[0]}\n" + "".join(f"IdentityFile {name}\n" for name in [*wrong[1:], right]))
+    error = refusal(client)
+    assert (error.code, "hung up while keys were offered" in error.message) == ("ssh_auth", True)
+    assert "SPARKSERVE_SSH_KEY" in error.hint

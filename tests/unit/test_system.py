@@ -1,155 +1,225 @@
+"""What a node says, recorded from machines of several makes, taken apart; and how few questions it takes."""
+
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import pytest
 
-from sparkserve.checks import (
-    DiskNeed,
-    check_basics,
-    check_disks,
-    check_memory,
-    check_ports,
-    check_sudo,
-    raise_failures,
-    show_size,
-)
-from sparkserve.cluster import Role
-from sparkserve.errors import EXIT_NOT_READY, SparkserveError, flatten
-from sparkserve.recipe_source import load_recipe
-from sparkserve.system import DockerFacts, SystemFacts, parse, parse_disk, parse_docker, parse_meminfo, parse_swaps
-from tests.unit.cases import CASES, read_rows, row_name
+from sparkserve import system_text
+from sparkserve.system import PortFacts, SystemFacts, gather, parse, parse_disk
+from sparkserve.system_text import Listener, container_in, filesystem_of, parse_buddyinfo
+from tests.fakes import FakeSession, make_node
+from tests.unit.cases import read_rows, row_name
 
-GIB = 1024**3
+IDENTITY = {"hostname": "spark-1", "user": "nvidia", "uid": 1000, "python": "3.12.3", "home": "/home/nvidia"}
+RANK = "e" * 64
+
+
+def answered(text: str, code: int = 0) -> dict[str, Any]:
+    return {"code": code, "out": text, "err": ""}
 
 
 def raw_facts(**changes: Any) -> dict[str, Any]:
     raw = {
         "machine": "aarch64",
-        "kernel": "6.14.0-1013-nvidia",
+        "kernel": "6.17.0-1032-nvidia",
         "time": 1.0,
+        "clock": (0.0, 0.001),
         "files": {
             "/proc/meminfo": "MemTotal: 127547384 kB\nMemAvailable: 120000000 kB\n",
             "/proc/swaps": "Filename Type Size Used Priority\n",
             "/etc/os-release": 'NAME="Ubuntu"\nPRETTY_NAME="Ubuntu 24.04.3 LTS"\n',
+            "/proc/mounts": "/dev/nvme0n1p2 / ext4 rw,relatime 0 0\n",
+            "/proc/uptime": "86400.12 1000.0\n",
+            "/proc/cmdline": "quiet kho=off\n",
         },
         "disks": {
             "/m": {"place": "/", "device": 1, "free": 10**12, "total": 10**12, "inodes": 10**6, "writable": True},
         },
         "docker": {"/info": {"status": 200, "body": {"ServerVersion": "28.3.3"}}},
-        "tools": {"git": "/usr/bin/git", "ssh": "/usr/bin/ssh"},
+        "tools": {"git": "/usr/bin/git", "nvidia-smi": "/usr/bin/nvidia-smi"},
         "ports": {"8000": "free", "8001": "free"},
-        "commands": {"sudo": {"code": 1, "out": "", "err": ""}},
+        "commands": {"sudo": answered("", 1), "groups": answered("nvidia sudo docker\n")},
     }
     return {**raw, **changes}
 
 
 def facts(**changes: Any) -> SystemFacts:
-    identity = {"hostname": "spark-1", "user": "nvidia", "uid": 1000}
     places = changes.pop("places", {"models": "/m"})
-    return parse(raw_facts(**changes), identity, places)
+    return parse(raw_facts(**changes), {**IDENTITY, **changes.pop("identity", {})}, places)
 
 
-def pair(head: SystemFacts | None = None, worker: SystemFacts | None = None) -> dict[Role, SystemFacts]:
-    return {"head": head or facts(), "worker": worker or facts()}
+def rows(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return pytest.mark.parametrize("case", read_rows("system", name), ids=row_name)
 
 
-@pytest.mark.parametrize("case", read_rows("system", "meminfo"), ids=row_name)
+@rows("meminfo")
 def test_meminfo(case: dict[str, Any]) -> None:
-    assert parse_meminfo(case["text"]) == case["memory"]
+    assert system_text.parse_meminfo(case["text"]) == case["memory"]
 
 
-@pytest.mark.parametrize("case", read_rows("system", "swaps"), ids=row_name)
+@rows("swaps")
 def test_swaps(case: dict[str, Any]) -> None:
-    assert parse_swaps(case["text"]) == case["used"]
+    assert system_text.parse_swaps(case["text"]) == case["used"]
 
 
-@pytest.mark.parametrize("case", read_rows("system", "docker"), ids=row_name)
+@rows("buddyinfo")
+def test_buddyinfo(case: dict[str, Any]) -> None:
+    assert parse_buddyinfo(case["text"], case["page"]) == case["free"]
+
+
+@rows("filesystem")
+def test_filesystem(case: dict[str, Any]) -> None:
+    assert filesystem_of(case["path"], case["mounts"]) == case["kind"]
+
+
+@rows("docker")
 def test_docker(case: dict[str, Any]) -> None:
-    assert parse_docker(case["raw"]) == DockerFacts(*case["facts"])
+    *words, runtimes = case["facts"]
+    assert astuple(system_text.parse_docker(case["raw"])) == (*words, tuple(runtimes))
 
 
-@pytest.mark.parametrize("case", read_rows("system", "sudo"), ids=row_name)
+@rows("containers")
+def test_containers(case: dict[str, Any]) -> None:
+    found = system_text.parse_containers(case["raw"])
+    assert (None if found is None else [[*vars(one).values()] for one in found]) == (
+        case["found"] and [[*row[:5], tuple(row[5])] for row in case["found"]]
+    )
+
+
+@rows("compute_apps")
+def test_compute_apps(case: dict[str, Any]) -> None:
+    wanted = None if case["apps"] is None else tuple((pid, name) for pid, name in case["apps"])
+    assert system_text.parse_compute_apps(case["answer"]) == wanted
+    found = facts(commands={**raw_facts()["commands"], "apps": case["answer"]}).gpu_processes
+    assert (None if found is None else tuple((one.pid, one.name) for one in found)) == wanted
+
+
+@rows("listeners")
+def test_listeners(case: dict[str, Any]) -> None:
+    wanted = None if case["found"] is None else tuple(Listener(*row) for row in case["found"])
+    assert system_text.parse_listeners(case["answer"]) == wanted
+
+
+@rows("own_name")
+def test_own_name(case: dict[str, Any]) -> None:
+    wanted = None if case["found"] is None else tuple(case["found"])
+    assert system_text.parse_addresses(case["answer"]) == wanted
+
+
+@rows("gpu")
+def test_gpu(case: dict[str, Any]) -> None:
+    commands = {**raw_facts()["commands"], "gpu": case["answer"]}
+    found = facts(commands=commands, tools={"nvidia-smi": case["tool"]})
+    assert (found.gpu, found.gpu_error) == (case["gpu"] and tuple(case["gpu"]), case["error"])
+
+
+@rows("sudo")
 def test_sudo(case: dict[str, Any]) -> None:
-    identity = {"hostname": "h", "user": "u", "uid": case["uid"]}
-    found = parse(raw_facts(commands={"sudo": case["answer"]}), identity, {})
-    assert found.sudo == case["mode"]
-    for have_password in (False, True):
-        good = case["mode"] in ("root", "free") or (case["mode"] == "password" and have_password)
-        check = check_sudo(found, "head", have_password=have_password)
-        assert (check.verdict, check.node) == ("ok" if good else "fail", "head")
+    identity = {**IDENTITY, "uid": case["uid"]}
+    assert parse(raw_facts(commands={"sudo": case["answer"]}), identity, {}).sudo == case["mode"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "listed", "uid", "counts"),
+    [
+        ("nvidia docker", "docker:x:999:nvidia", 1000, (True, True)),
+        ("nvidia", "docker:x:999:other,nvidia", 1000, (False, True)),
+        ("nvidia", "docker:x:999:nvidia2", 1000, (False, False)),
+        ("nvidia", "", 1000, (False, False)),
+        ("root", "docker:x:999:", 0, (True, False)),
+    ],
+)
+def test_the_docker_group(groups: str, listed: str, uid: int, counts: tuple[bool, bool]) -> None:
+    commands = {**raw_facts()["commands"], "groups": answered(groups), "docker_group": answered(listed)}
+    found = parse(raw_facts(commands=commands), {**IDENTITY, "uid": uid}, {})
+    assert (found.in_docker_group, found.docker_member) == counts
 
 
 def test_facts() -> None:
     found = facts()
     assert (found.hostname, found.user, found.system) == ("spark-1", "nvidia", "Ubuntu 24.04.3 LTS")
-    assert (found.available, found.swap_used, found.ports) == (120000000 * 1024, 0, {8000: "free", 8001: "free"})
+    assert (found.available, found.swap_used, found.uptime) == (120000000 * 1024, 0, 86400.12)
+    assert (found.kernel_options, found.disks["models"].filesystem) == ("quiet kho=off", "ext4")
+    assert found.ports == {8000: PortFacts(free=True), 8001: PortFacts(free=True)}
+    assert (found.serves, found.gives_gpus) == (False, False)
 
 
 def test_what_could_not_be_read_stays_empty() -> None:
-    found = facts(files=dict.fromkeys(("/proc/meminfo", "/proc/swaps", "/etc/os-release")))
-    assert (found.system, found.memory, found.available) == ("", {}, 0)
-    assert parse_disk("/m", {"error": "Permission denied"}).writable is False
+    found = facts(files={}, commands={"sudo": None})
+    assert (found.system, found.memory, found.available, found.swap_used) == ("", {}, 0, None)
+    assert (found.large_free, found.gpu_processes, found.containers, found.own_addresses) == (None, None, None, None)
+    assert parse_disk("/m", {"error": "Permission denied"}).error == "Permission denied"
 
 
-# -- checks -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", read_rows("system", "disks"), ids=row_name)
-def test_disks(case: dict[str, Any]) -> None:
-    raw = {place: {"place": place, "total": 10**13, **disk} for place, disk in case["disks"].items()}
-    system = pair(facts(disks=raw, places={place: place for place in raw}))
-    found = check_disks([DiskNeed(**need) for need in case["needs"]], system)
-    assert [check.id for check in found if check.verdict == "fail"] == case["failed"]
-    assert {check.node for check in found} <= {"head"}
-
-
-def test_a_disk_that_is_too_small_says_what_needs_how_much() -> None:
-    disk = {"place": "/", "device": 1, "free": 4 * 10**11, "total": 10**12, "inodes": 5000, "writable": True}
-    (check,) = check_disks(
-        [DiskNeed("worker", "models", 413_800_000_000, "weights")], pair(None, facts(disks={"/m": disk}))
-    )
-    assert check.observed == "/m: 400.0 GB (372.5 GiB) free, 5000 inodes"
-    assert check.needed == "415.8 GB (387.2 GiB) (weights 413.8 GB (385.4 GiB), and 2.0 GB (1.9 GiB) to spare)"
-    assert (check.node, check.verdict, "SPARKSERVE_MODELS_DIR" in check.hint) == ("worker", "fail", True)
-
-
-@pytest.mark.parametrize(("gib", "verdict"), [(100, "ok"), (99.99, "fail"), (0, "fail")])
-def test_memory(gib: float, verdict: str) -> None:
-    files = {"/proc/meminfo": f"MemAvailable: {int(gib * GIB / 1024)} kB\n", "/proc/swaps": "", "/etc/os-release": ""}
-    recipe = load_recipe(str(CASES / "recipe" / "minimal"))
-    found = check_memory(recipe, pair(None, facts(files=files)))
-    assert [(check.node, check.verdict) for check in found] == [("head", "ok"), ("worker", verdict)]
-
-
-def test_ports() -> None:
-    taken = facts(ports={"8000": "Address already in use", "8001": "free"})
-    found = check_ports({"api": 8000, "master": 8001}, pair(taken))
-    (check,) = [check for check in found if check.verdict == "fail"]
-    assert (check.node, check.observed) == ("head", "port 8000 (api): Address already in use")
-    assert check.hint.endswith("or set SPARKSERVE_API_PORT")
-
-
-def test_basics_name_everything_at_once() -> None:
-    recipe = load_recipe(str(CASES / "recipe" / "minimal"))
-    broken = facts(machine="x86_64", docker={"/info": {"error": "permission"}}, tools={"git": None, "ssh": None})
-    with pytest.raises(SparkserveError) as caught:
-        raise_failures(check_basics(recipe, pair(None, broken)))
-    errors = flatten(caught.value)
-    assert caught.value.exit_code == EXIT_NOT_READY
-    assert [(error.code, error.node) for error in errors] == [
-        ("check_docker", "worker"),
-        ("check_tools", "worker"),
-        ("check_architecture", "worker"),
-    ]
-    assert "usermod -aG docker" in errors[0].hint
-    assert errors[1].hint == "sudo apt-get install git openssh-client"
-    raise_failures(check_basics(recipe, pair()))
+HELD = "Address already in use"
+WEB = {"Id": "b" * 64, "Names": ["/web"], "Image": "nginx:1", "Ports": [{"PublicPort": 8000}]}
+OURS = {"Id": RANK, "Names": ["/rank"], "Image": "x", "Labels": {"sparkserve.owner": "sparkserve"}}
 
 
 @pytest.mark.parametrize(
-    ("size", "shown"),
-    [(0, "0.0 MB"), (99_999_999, "100.0 MB"), (10**9, "1.0 GB (0.9 GiB)"), (500 * GIB, "536.9 GB (500.0 GiB)")],
+    ("line", "containers", "holder", "ours"),
+    [
+        ('users:(("python3",pid=7,fd=3)) uid:1000', [], "python3 (process 7)", False),
+        ("uid:33 ino:1", [], "a process of uid 33, which this account may not look at", False),
+        (
+            "ino:1 cgroup:/system.slice/nginx.service",
+            [],
+            "a process of root, which this account may not look at",
+            False,
+        ),
+        ("ino:1", [WEB], "container web (nginx:1)", False),
+        (f"ino:1 cgroup:/system.slice/docker-{RANK}.scope", [OURS, WEB], "container rank (x)", True),
+    ],
 )
-def test_show_size(size: int, shown: str) -> None:
-    assert show_size(size) == shown
+def test_who_holds_a_port(line: str, containers: list[dict[str, Any]], holder: str, ours: bool) -> None:
+    commands = {**raw_facts()["commands"], "listeners": answered(f"LISTEN 0 9 0.0.0.0:8000 0.0.0.0:* {line}\n")}
+    docker = {"/info": {"error": "x"}, "/containers/json": {"status": 200, "body": containers}}
+    found = facts(commands=commands, docker=docker, ports={"8000": HELD})
+    assert found.ports[8000] == PortFacts(free=False, holder=holder, ours=ours)
+
+
+def test_a_holder_that_is_not_to_be_seen() -> None:
+    found = facts(ports={"8000": HELD}).ports[8000]
+    assert (found.free, HELD in found.holder) == (False, True)
+
+
+def test_a_process_on_the_gpu_is_found_in_its_container() -> None:
+    commands = {**raw_facts()["commands"], "apps": answered("7, vllm, 9 MiB\n8, python3, 9 MiB\n")}
+    files = {
+        **raw_facts()["files"],
+        "/proc/7/cgroup": f"0::/system.slice/docker-{RANK}.scope\n",
+        "/proc/8/cgroup": None,
+    }
+    docker = {"/info": {"error": "x"}, "/containers/json": {"status": 200, "body": [OURS]}}
+    found = facts(commands=commands, files=files, docker=docker).gpu_processes
+    assert found is not None
+    assert [(one.pid, one.container, one.ours) for one in found] == [(7, "rank", True), (8, "", False)]
+    assert container_in("/docker/short") == ""
+
+
+def test_a_node_is_asked_three_times_at_most_and_its_clock_compared() -> None:
+    ahead = 42.0
+
+    def answer(**fields: Any) -> dict[str, Any]:
+        if not fields:
+            return {"time": time.time() + ahead}
+        if "/info" not in fields.get("docker", ()):
+            assert fields == {"disks": ["/var/lib/docker"], "files": ["/proc/7/cgroup"]}
+            disk = {"place": "/", "device": 1, "free": 1, "total": 1, "inodes": 1, "writable": False}
+            return {"disks": {"/var/lib/docker": disk}, "files": {"/proc/7/cgroup": None}}
+        assert fields["commands"]["own_name"] == ["getent", "ahostsv4", "spark-1"]
+        disks = {path: raw_facts()["disks"]["/m"] for path in fields["disks"]}
+        info = {"status": 200, "body": {"ServerVersion": "28", "DockerRootDir": "/var/lib/docker"}}
+        commands = {**raw_facts()["commands"], "apps": answered("7, vllm, 9 MiB\n")}
+        return raw_facts(disks=disks, docker={"/info": info}, commands=commands, ports={})
+
+    session = FakeSession({"hello": IDENTITY, "facts": answer})
+    found = gather(make_node("worker", session=session))
+    assert [do for do, _ in session.asked] == ["hello", "facts", "facts", "facts"]
+    assert abs(found.clock[0] - ahead) <= found.clock[1] < 1
+    assert found.disks["docker"].path == "/var/lib/docker"

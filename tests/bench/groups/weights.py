@@ -19,8 +19,6 @@ from tests.lab.node import LabNode
 Action = Callable[[], object]
 MIB = 1 << 20
 RUNS = int(os.environ.get("BENCH_RUNS", "5"))
-# The whole line takes two minutes a pair, at a rate that hardly lets its time vary.
-LINE_RUNS = min(RUNS, 3)
 TRIALS = int(os.environ.get("BENCH_TRIALS", "20"))
 LINE_RATE = 60_000_000
 LINE_SIZES = [512 * MIB] * 2 + [64 * MIB] * 16
@@ -89,10 +87,10 @@ def _hashed(bench: Bench, large: FileSet) -> Iterator[Figure]:
     yield Figure("cached_after_hash_percent", 100 * kept / large.size, "%", 5)
 
 
-def _pairs(prepare: Callable[[], object], ours: Action, theirs: Action, runs: int = RUNS) -> list[tuple[float, float]]:
+def _pairs(prepare: Callable[[], object], ours: Action, theirs: Action) -> list[tuple[float, float]]:
     """Time two actions by turns; what prepares them is outside of the time."""
     results = []
-    for number in range(runs):
+    for number in range(RUNS):
         times = {}
         for action in (ours, theirs) if number % 2 else (theirs, ours):
             prepare()
@@ -170,7 +168,7 @@ def _whole_line(bench: Bench, line: FileSet) -> Iterator[Figure]:
         _run(worker, "sh", "-c", f"sha256sum {place}/*.bin")
 
     bench.control(rate=LINE_RATE)
-    pairs = _pairs(prepare, lambda: bench.sparkserve(line, "download"), script, LINE_RUNS)
+    pairs = _pairs(prepare, lambda: bench.sparkserve(line, "download"), script)
     bench.control(rate=None)
     prepare()
     yield Figure("line_over_transfer", statistics.median(ours / transfer for ours, _ in pairs), "times", 1.08)

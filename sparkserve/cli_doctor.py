@@ -1,0 +1,55 @@
+"""The command of a check-up: `sparkserve doctor`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparkserve.command_line import Common, Recipe, command, session
+
+
+def doctor(  # noqa: PLR0913 - one for each option
+    common: Common,
+    worker: Annotated[str | None, typer.Argument(metavar="WORKER", help="The worker, where no .env names it.")] = None,
+    *,
+    link: Annotated[bool, typer.Option("--link", help="Prove the cable both ways, too.")] = False,
+    explain: Annotated[str | None, typer.Option("--explain", metavar="ID", help="Why a check matters.")] = None,
+    fix: Annotated[bool, typer.Option("--fix", help="Do what is safe, after asking.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it without being asked.")] = False,
+    record: Annotated[Path | None, typer.Option("--record", help="Write the facts, without names.")] = None,
+    recipe: Recipe = None,
+) -> None:
+    """Check both nodes: all that a start needs.
+
+    It changes nothing and can be run beside a pair that serves. Exit code 1 says that a check fails, 6 that something
+    could not be looked at. --fix makes directories, trusts a host key that you compared and writes a sudo rule for you
+    to read; never the network, the kernel or the boot. --record writes what was seen with names, addresses and serials
+    replaced, for a bug report or `sparkserve plan --facts`.
+    """
+    from sparkserve import check_catalog, doctor_tables
+    from sparkserve import doctor as story
+    from sparkserve.doctor_repair import repair
+
+    output = common.output
+    if explain is not None:
+        entry = check_catalog.find_entry(explain)
+        safe = "`sparkserve doctor --fix` does it after asking." if entry.safe else "That is yours to do."
+        output.result("doctor", {"id": explain, **vars(entry)}, entry.why, f"\n    {entry.fix}\n", safe)
+        return
+    run = session(common, "doctor", output, worker=worker, recipe=recipe)
+    found = story.examine(run, proves_link=link, record=record)
+    if fix:
+        found = repair(run, found, lambda question: yes or output.ask(question), output.ask)
+    output.result(
+        "doctor", doctor_tables.report_data(found), *doctor_tables.report_view(found), exit_code=found.exit_code
+    )
+    raise typer.Exit(found.exit_code)
+
+
+def register() -> None:
+    """Make it a command, in its place in the help."""
+    command("sparkserve doctor; sparkserve doctor spark@192.168.1.22 --link; sparkserve doctor --explain kernel")(
+        doctor
+    )

@@ -1,0 +1,79 @@
+"""The command of the cable: `sparkserve link` draws it, says what is odd, and proves it when asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparkserve.command_line import Common, Recipe, command, session
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sparkserve.operations import Cable
+
+
+def link(
+    common: Common,
+    *,
+    prove: Annotated[bool, typer.Option("--prove", help="Prove it both ways: frames, TCP, bandwidth; 2 s.")] = False,
+    floor: Annotated[float | None, typer.Option("--floor", min=0, help="Gb/s it must carry; else 5.")] = None,
+    recipe: Recipe = None,
+) -> None:
+    """Draw the cable between the nodes; --prove tests it.
+
+    Ports, interfaces, addresses, MTU, speed and RDMA of both nodes, and which traffic takes which way. It changes
+    nothing; while a pair works for somebody, --prove leaves the bandwidth out.
+    """
+    from sparkserve import operations, tables
+    from sparkserve.link_proof import FLOOR_GBPS
+
+    output = common.output
+    wanted = FLOOR_GBPS if floor is None else floor
+    found = operations.see_cable(session(common, "link", output, recipe=recipe), floor=wanted if prove else None)
+    code = tables.proofs_exit_code(found.checks)
+    output.result("link", found, *_view(found, plain=not output.can_draw), exit_code=code)
+    raise typer.Exit(code)
+
+
+def register() -> None:
+    """Make it a command, in its place in the help."""
+    command("sparkserve link; sparkserve link --prove; sparkserve link --prove --floor 50")(link)
+
+
+def _view(found: Cable, *, plain: bool) -> Iterator[Table | str]:
+    from sparkserve.link_picture import draw
+
+    yield draw(found.names, found.links, found.management, plain=plain)
+    if found.odd:
+        yield "\n".join(["", *(f"  - {line}" for line in found.odd)])
+    if not all(link.interface for link in found.links.values()):
+        yield "\n".join(["", *_choices(found)])
+    if found.checks:
+        yield ""
+        yield _checks_table(found)
+        yield from (f"hint ({check.id}): {check.hint}" for check in found.checks if check.verdict != "ok")
+
+
+def _choices(found: Cable) -> Iterator[str]:
+    if not found.proposals:
+        yield "No two interfaces of the nodes are in one network: docs/network.md tells how to give them addresses."
+    for one in found.proposals:
+        yield f"SPARKSERVE_HEAD_LINK={one.head_address}"
+        yield f"SPARKSERVE_WORKER_LINK={one.worker_address}"
+        yield f"  {one.head_interface} to {one.worker_interface}: {one.why}"
+
+
+def _checks_table(found: Cable) -> Table:
+    from rich.text import Text
+
+    from sparkserve.tables import make_table
+
+    table = make_table("proof", "from", "verdict", "observed", "needed")
+    styles = {"ok": "green", "fail": "red", "warn": "yellow"}
+    for check in found.checks:
+        verdict = Text(check.verdict, style=styles.get(check.verdict, ""))
+        table.add_row(check.id, check.node, verdict, Text(check.observed), Text(check.needed))
+    return table

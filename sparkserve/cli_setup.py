@@ -1,0 +1,116 @@
+"""The commands of the first day: init, key, connect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparkserve.command_line import Common, Recipe, command, session
+
+key = typer.Typer(help="Make the key that API clients must send.", rich_markup_mode=None, no_args_is_help=True)
+
+
+def init(  # noqa: PLR0913 - one for each option
+    common: Common,
+    address: Annotated[str | None, typer.Argument(metavar="WORKER", help="The worker, as ssh reaches it.")] = None,
+    *,
+    worker: Annotated[str | None, typer.Option("--worker", help="The same, as an option.")] = None,
+    recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="Recipe name or directory.")] = None,
+    models_dir: Annotated[str | None, typer.Option("--models-dir", help="Directory of the weights.")] = None,
+    head_link: Annotated[str | None, typer.Option("--head-link", help="The head's address on the cable.")] = None,
+    worker_link: Annotated[str | None, typer.Option("--worker-link", help="The worker's address there.")] = None,
+    accept_host_key: Annotated[
+        str | None, typer.Option("--accept-host-key", metavar="SHA256:…", help="Trust this very host key.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Take what is proposed, without asking.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write over a settings file that is there.")] = False,
+    from_running: Annotated[
+        bool, typer.Option("--from-running", help="Make the recipe of the pair that runs, started by your own script.")
+    ] = False,
+    recipe_dir: Annotated[Path, typer.Option("--recipe-dir", help="Where --from-running writes it.")] = Path("recipe"),
+) -> None:
+    """Look at both nodes and write the settings.
+
+    It asks for the worker, shows its host key once, looks at both nodes, and writes `.env` with what it found: the
+    addresses on the cable, directories with room, the recipe. Every question has a default; nothing else is changed.
+    --from-running reads the two containers of a pair that your own script started, and writes the recipe that makes the
+    same two: image, arguments, environment, files where they lie. Secrets go to a file of their own (mode 0600).
+    """
+    from sparkserve import doctor, doctor_tables, setup, setup_tables, takeover_story, takeover_tables
+    from sparkserve.settings import process_environment
+
+    output = common.output
+    output.takes_defaults = yes
+    flags = {"worker": worker or address, "recipe": recipe, "models_dir": models_dir}
+    flags |= {"head_link": head_link, "worker_link": worker_link}
+    environment = process_environment()
+    wish = setup.Wish(common.env_file, flags, environment, accept_host_key, force, from_running)
+    found = setup.init(wish, output, lambda seen: output.show(setup_tables.seen_table(seen)))
+    data = setup_tables.setup_data(found)
+    if from_running:
+        taken = takeover_story.take_over(found.env_file, environment, recipe_dir, force=force)
+        found.notes += taken.notes
+        data["taken_over"], hint = taken, "plan --against-running"
+        views = takeover_tables.taken_view(taken)
+    else:
+        report = doctor.examine(session(common, "init", output))
+        data["doctor"], hint = doctor_tables.report_data(report), "doctor" if report.exit_code else "up --dry-run"
+        views = [*doctor_tables.short_view(report)]
+    output.result("init", data, setup_tables.setup_view(found), *views)
+    for note in found.notes:
+        output.warn(note)
+    output.say(f"hint: sparkserve {hint}")
+
+
+@command("sparkserve key new; sparkserve key new --set", key)
+def new(
+    common: Common,
+    *,
+    file: Annotated[Path | None, typer.Option("--file", help="Where; else `api-key` beside the settings file.")] = None,
+    put: Annotated[bool, typer.Option("--set", help="Put its line into the settings file, too.")] = False,
+) -> None:
+    """Make a key file (mode 0600) for the API.
+
+    An API that others can reach needs one. The key is not shown; `sparkserve connect --show-key` does that.
+    """
+    from sparkserve import api_client, env_file
+    from sparkserve.settings import variable_name
+
+    path = (file.expanduser() if file else common.env_file.with_name("api-key")).absolute()
+    api_client.make_key(path)
+    line = f"{variable_name('api_key_file')}={path}"
+    if put:
+        env_file.set_line(common.env_file, "api_key_file", str(path))
+    shown = f"{path} is written" + (f", and {common.env_file} names it" if put else "; the line for .env:")
+    common.output.result("key", {"path": path, "line": line, "set": put}, shown, *([] if put else [line]))
+
+
+def connect(
+    common: Common,
+    *,
+    show_key: Annotated[bool, typer.Option("--show-key", help="Show the API key itself.")] = False,
+    recipe: Recipe = None,
+) -> None:
+    """Show what to type into an app.
+
+    Base URL, model name, where the key is, a request for curl and for the OpenAI SDK, and the way from another machine.
+    """
+    from sparkserve import api_client, setup_tables
+    from sparkserve.settings import read_secret
+
+    run = session(common, "connect", common.output, recipe=recipe)
+    found = api_client.describe_access(run.settings, run.recipe, *api_client.find_addresses(run.settings))
+    key_text = read_secret(found.key_file, "key of the API").get_secret_value() if show_key and found.key_file else ""
+    data, view = setup_tables.access_data(found, key_text), setup_tables.access_view(found, key_text)
+    common.output.result("connect", data, *view)
+
+
+def register() -> None:
+    """Make these functions commands, in the order in which help lists them."""
+    for examples, function in (
+        ("sparkserve init; sparkserve init spark@192.168.1.22; sparkserve init --worker spark-2 --yes", init),
+        ("sparkserve connect; sparkserve connect --show-key", connect),
+    ):
+        command(examples)(function)

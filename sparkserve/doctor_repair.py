@@ -1,0 +1,78 @@
+"""What a check-up may put right after asking: a host key, directories, and a sudo rule that is written for review."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping
+
+from sparkserve import engine, lifecycle, ssh_trust, tuning
+from sparkserve.checks import Check
+from sparkserve.cluster import Cluster, connect
+from sparkserve.doctor import Report, examine
+from sparkserve.lifecycle import Session
+
+_MAKES_DIRECTORY = "sudo install -d "
+_TOOLS = ("true", "mkdir", "tee", "mv", "rm", "sysctl")
+
+
+def repair(
+    session: Session, report: Report, agree: Callable[[str], bool], ask_person: Callable[[str, str], bool]
+) -> Report:
+    """Do what is safe and agreed to, and look again; a host key takes a person, whatever was agreed to beforehand."""
+    error = report.unseen.get("worker")
+    if error is not None and error.code == "host_key_unknown":
+        ssh_trust.meet(session.settings, None, lambda question, flag: ask_person(question, f"it to init: {flag}"))
+        report = examine(session)
+    deeds = [(check, deed) for check in report.checks if (deed := _deed(check))]
+    agreed = [check for check, deed in deeds if agree(f"{check.node}: {deed}?")]
+    if not agreed:
+        session.voice.say("nothing was changed")
+        return report
+    with connect(session.settings) as cluster:
+        for check in agreed:
+            session.voice.say(f"{check.node}: {_do(session, cluster, check)}")
+    return examine(session)
+
+
+def _deed(check: Check) -> str:
+    """Say what would be done about a check; empty where that is the owner's."""
+    if check.verdict in ("warn", "fail"):
+        if check.id == "writable" and check.hint.startswith(_MAKES_DIRECTORY):
+            return check.hint
+        if check.id == "sudo" and check.observed == "sudo: password":
+            return "write a rule for /etc/sudoers.d to a file on the head, for you to read"
+    return ""
+
+
+def _do(session: Session, cluster: Cluster, check: Check) -> str:
+    node = cluster.node(check.node)
+    if check.id == "writable":
+        lifecycle.give_sudo_password(session, node)
+        node.host.sudo(shlex.split(check.hint)[1:])
+        return f"done: {check.hint}"
+    paths = node.session.ask("facts", tools=list(_TOOLS))["tools"]
+    text = sudo_rule(node.identity["user"], paths, session.recipe.tuning.sysctl)
+    file = session.state / f"sudoers-{node.role}"
+    session.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    cluster.head.host.write(file, text.encode(), 0o600)
+    way, name = ("", file) if node.role == "head" else (f"scp {file} {session.settings.worker}: and there ", file.name)
+    return f"{file} is written; read it, then {way}sudo install -m 440 {name} /etc/sudoers.d/sparkserve"
+
+
+def sudo_rule(user: str, paths: Mapping[str, str | None], sysctls: Mapping[str, str]) -> str:
+    """Give a sudoers file that allows what tuning and a start run as root, and nothing else."""
+    names = "|".join(re.escape(name) for name in sorted(sysctls)) or "none"
+    commands = [
+        ("true", ""),
+        ("mkdir", f"-p {tuning.JOURNAL_DIR}"),
+        ("tee", f"{tuning.JOURNAL}.new"),
+        ("tee", tuning.SYSCTL_FILE),
+        ("tee", engine.DROP_CACHES),
+        ("mv", f"-f {tuning.JOURNAL}.new {tuning.JOURNAL}"),
+        ("rm", f"-f {tuning.SYSCTL_FILE} {tuning.JOURNAL}"),
+        ("sysctl", f"^-q -w( ({names})=[-0-9]+)+$"),
+    ]
+    allowed = [f"{paths.get(tool) or '/usr/bin/' + tool} {words}".strip() for tool, words in commands]
+    lines = ["# What `sparkserve tune` and `start` run as root; `visudo -cf FILE` checks it (^…$ needs sudo 1.9.10)."]
+    return "\n".join([*lines, *(f"{user} ALL=(root) NOPASSWD: {command}" for command in allowed), ""])

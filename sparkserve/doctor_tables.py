@@ -1,0 +1,91 @@
+"""A check-up as tables: both nodes side by side, what is not in order first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from sparkserve.checks import Check, Verdict
+from sparkserve.tables import make_table
+
+if TYPE_CHECKING:
+    from sparkserve.doctor import Report
+
+_ORDER: tuple[Verdict, ...] = ("fail", "unseen", "warn", "ok")
+_STYLES = {"ok": "green", "fail": "red", "warn": "yellow", "unseen": "magenta"}
+_WORDS = {"unseen": "could not look"}
+
+
+def report_data(report: Report) -> dict[str, Any]:
+    """Give a check-up as plain data."""
+    checks = [{**vars(check), "hint": "" if check.verdict == "ok" else check.advice} for check in report.checks]
+    return {
+        "verdict": summary(report),
+        "checks": checks,
+        "differences": [one for one in report.differences if not one.same],
+        "recorded": report.recorded,
+        "seconds": round(report.seconds, 3),
+    }
+
+
+def report_view(report: Report) -> Iterator[Table | str]:
+    """Show a check-up: the checks, what puts right what is not, what differs between the nodes, and the verdict."""
+    yield _checks_table(report.checks)
+    yield ""
+    wrong = [check for check in report.checks if check.verdict != "ok" and check.advice]
+    for check in sorted(wrong, key=lambda check: _ORDER.index(check.verdict)):
+        yield f"{check.id}{f' ({check.node})' if check.node else ''}: {check.advice}"
+    different = [one for one in report.differences if not one.same]
+    if different:
+        table = make_table("differs", "head", "worker")
+        for one in different:
+            table.add_row(one.what, Text(one.head or "-"), Text(one.worker or "-"))
+        yield from ("", table)
+    if report.recorded:
+        yield f"recorded in {report.recorded}"
+    yield f"{summary(report)}, in {report.seconds:.1f} s"
+
+
+def short_view(report: Report) -> Iterator[str]:
+    """Show only what fails or could not be looked at, then the verdict."""
+    for check in report.checks:
+        if check.verdict in ("fail", "unseen"):
+            where = f" ({check.node})" if check.node else ""
+            yield f"{check.id}{where}: {check.observed}; needed: {check.needed}"
+    yield f"doctor: {summary(report)}"
+
+
+def summary(report: Report) -> str:
+    """Say in one line how it stands."""
+    counted: Counter[str] = Counter(check.verdict for check in report.checks)
+    parts = [f"{counted[verdict]} {_WORDS.get(verdict, verdict)}" for verdict in _ORDER if counted[verdict]]
+    unseen = [f"the {role} could not be looked at" for role in report.unseen]
+    return ", ".join([*unseen, *parts])
+
+
+def _checks_table(checks: Sequence[Check]) -> Table:
+    """Put the checks of both nodes side by side; a row is as bad as its worse half, and those of the pair span both."""
+    rows: dict[tuple[str, int], dict[str, Check]] = {}
+    seen: Counter[tuple[str, str]] = Counter()
+    for check in checks:
+        rows.setdefault((check.id, seen[check.id, check.node]), {})[check.node] = check
+        seen[check.id, check.node] += 1
+    table = make_table("verdict", "check", "head", "worker", "needed")
+    worst = {key: min(_ORDER.index(one.verdict) for one in row.values()) for key, row in rows.items()}
+    for key in sorted(rows, key=worst.__getitem__):
+        row, verdict = rows[key], _ORDER[worst[key]]
+        cells = [_cell(row[node]) if node in row else Text() for node in ("head", "worker")]
+        if "" in row:
+            cells[0] = _cell(row[""])
+        table.add_row(
+            Text(_WORDS.get(verdict, verdict), _STYLES[verdict]), key[0], *cells, Text(next(iter(row.values())).needed)
+        )
+    return table
+
+
+def _cell(check: Check) -> Text:
+    return Text(check.observed, "" if check.verdict == "ok" else _STYLES[check.verdict])

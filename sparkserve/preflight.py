@@ -1,0 +1,103 @@
+"""The checks that must hold before a plan is carried out: what it needs of both nodes is looked at, then judged."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from sparkserve import engine, host_checks, need_checks, pair_checks, system, takeover_facts, weights
+from sparkserve.checks import Check, DiskNeed, Subject
+from sparkserve.cluster import ROLES, Deployment, Node
+from sparkserve.parameters import decide_ports
+from sparkserve.plan import Change
+from sparkserve.planning import Starting, is_warm
+from sparkserve.takeover import find_ranks
+
+
+def judge(subject: Subject, *, starting: bool = True) -> list[Check]:
+    """Apply every rule; those that only a start needs are left out where nothing is started."""
+    found = [
+        *host_checks.apply_rules(host_checks.BASICS, subject),
+        *need_checks.check_disks(subject),
+        *need_checks.check_sudo(subject),
+    ]
+    if starting:
+        found += host_checks.apply_rules(host_checks.BEFORE_START, subject)
+        found += need_checks.check_ports(subject) + need_checks.check_api_key(subject)
+        found += pair_checks.check_same_machine(subject) + pair_checks.check_link(subject)
+        found += pair_checks.check_alike(subject) + pair_checks.check_clock(subject)
+    return found
+
+
+def preflight(deployment: Deployment, changes: Sequence[Change], start: Starting | None) -> list[Check]:
+    """Check all that the planned changes need, with every failure found at once."""
+    ports = decide_ports(deployment.settings, deployment.recipe)
+    nodes = deployment.cluster.nodes
+    rooted = [node for node in nodes if any(one.lane == "sudo" and one.node == node.role for one in changes)]
+    starts = [change for change in changes if change.step == "start"]
+    created = [change for change in starts if change.resource != "ready"]
+    subject = Subject(
+        deployment.settings,
+        deployment.recipe,
+        deployment.cluster.on_both(lambda node: system.gather(node, (ports.api, ports.master))),
+        start.links if start is not None else {},
+        tuple(disk_needs(deployment, changes)),
+        {node.role: node.host.sudo_password is not None for node in rooted},
+    )
+    found = judge(subject, starting=bool(created))
+    if any("absent" not in change.before for change in created):
+        # What an old pair holds comes back when it is gone; then memory is looked at again.
+        found = [check for check in found if check.id != "memory"]
+    found += check_foreign_pair(deployment) if created else []
+    if start is not None and created and len(starts) == len(changes):
+        specs = start.launch.specs
+        kinds = deployment.cluster.on_both(lambda node: engine.look_at_sources(node, specs))
+        found += need_checks.check_sources(kinds)
+    return found
+
+
+def check_foreign_pair(deployment: Deployment) -> list[Check]:
+    """Refuse to start beside ranks that somebody else's script started, by name."""
+    facts = deployment.cluster.on_both(takeover_facts.gather)
+    theirs = [rank for role in ROLES for rank in find_ranks(facts[role].running) if not rank.running.is_ours]
+    return [
+        Check(
+            "containers",
+            rank.running.role,
+            "fail",
+            f"{rank.running.name} runs rank {rank.rank} of {rank.family.label}, and is not ours",
+            "no other pair",
+            f"{rank.running.stop_hint}, or your own script's stop; `sparkserve init --from-running` writes its recipe",
+        )
+        for rank in theirs
+    ]
+
+
+def disk_needs(deployment: Deployment, changes: Sequence[Change]) -> list[DiskNeed]:
+    """Add up what the planned changes will write, and what a first start writes; both nodes are asked at once."""
+    steps: Counter[tuple[str, str]] = Counter()
+    for change in changes:
+        steps[change.node, change.step] += change.size
+    starts = any(change.step == "start" for change in changes)
+
+    def needs_of(node: Node) -> list[DiskNeed]:
+        needs = []
+        if {(node.role, "download"), (node.role, "sync")} & steps.keys():
+            missing = weights.bytes_missing(deployment.lock, weights.gather(node, deployment.lock))
+            needs.append(DiskNeed(node.role, "models", missing, "weights"))
+        needs.append(DiskNeed(node.role, "cache", steps[node.role, "derive"], "derived files"))
+        # What Docker saves it writes to its own directory first; what it loads it holds twice, packed and unpacked.
+        image_bytes = steps[node.role, "build"] + steps["worker", "ship"] * (1 if node.role == "head" else 2)
+        needs.append(DiskNeed(node.role, "docker", image_bytes, "engine image"))
+        return needs + (first_start_needs(deployment, node) if starts else [])
+
+    found = deployment.cluster.on_both(needs_of)
+    return [need for role in ROLES for need in found[role]]
+
+
+def first_start_needs(deployment: Deployment, node: Node) -> list[DiskNeed]:
+    """Tell what a first start writes to a node that had none yet."""
+    size = deployment.recipe.memory.first_start_disk_bytes
+    if not size or is_warm(deployment, node):
+        return []
+    return [DiskNeed(node.role, "cache", size, "what the first start writes")]

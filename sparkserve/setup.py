@@ -1,0 +1,232 @@
+"""The first story: from a worker's address to a `.env`, by looking at both nodes; nothing else is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from sparkserve import link, ssh_trust, system
+from sparkserve.checks import show_size
+from sparkserve.cluster import ROLES, Node, Role, connect
+from sparkserve.env_file import render
+from sparkserve.errors import usage_error
+from sparkserve.hosts import LocalHost
+from sparkserve.lifecycle import find_recipe
+from sparkserve.link import LinkFacts, Proposal
+from sparkserve.recipe import Recipe
+from sparkserve.settings import Loaded, Settings, load, parse_env, variable_name
+from sparkserve.system import DiskFacts, SystemFacts, parse_disk
+
+# What is asked, and the flag that answers it where nobody can be asked.
+QUESTIONS = {
+    "worker": ("The worker, as ssh reaches it: address, name or user@address", "--worker ADDRESS"),
+    "recipe": ("Recipe (`sparkserve recipes` lists them)", "--recipe NAME"),
+    "models_dir": ("Directory of the weights", "--models-dir DIR"),
+    "head_link": ("The head's address on the cable", "--head-link ADDRESS"),
+    "worker_link": ("The worker's address on the cable", "--worker-link ADDRESS"),
+}
+_HEADING = ("Written by `sparkserve init`; change it as you like. The lines with # show what holds without them.",)
+_FILE_SYSTEMS = ("btrfs", "ext3", "ext4", "f2fs", "xfs", "zfs")
+_NEIGHBOURS = ["ip", "-json", "-4", "neigh"]
+_HOME = "~/sparkserve"
+# Room that stays free beside what a recipe needs.
+_MARGIN = 2_000_000_000
+
+
+class Interview(Protocol):
+    """Who answers: a person, or flags and defaults."""
+
+    def ask(self, question: str, flag: str) -> bool:
+        """Ask for a yes."""
+        ...
+
+    def ask_value(self, question: str, default: str, flag: str) -> str:
+        """Ask for a value."""
+        ...
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What was asked for on the command line; `flags` are settings by name, `accept` a fingerprint."""
+
+    env_file: Path
+    flags: Mapping[str, str | None]
+    environment: Mapping[str, str]
+    accept: str | None = None
+    force: bool = False
+    from_running: bool = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One node: its facts, and the file systems that could hold a model, the roomiest first."""
+
+    system: SystemFacts
+    link: LinkFacts
+    disks: tuple[DiskFacts, ...]
+
+
+@dataclass
+class Setup:
+    """What came of it: the file, its values by setting, both nodes, the proposed cable, and what is left to do."""
+
+    env_file: Path
+    values: dict[str, str]
+    seen: dict[Role, Seen] = field(default_factory=dict)
+    proposal: Proposal | None = None
+    trusted: ssh_trust.HostKey | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Choices:
+    """The settings under way: what is given stands, the rest is asked with a default."""
+
+    loaded: Loaded
+    voice: Interview
+    values: dict[str, str] = field(default_factory=dict)
+
+    def is_given(self, name: str) -> bool:
+        """Whether a flag or the environment says it."""
+        return self.loaded.sources[name] in ("flag", "environment")
+
+    def is_open(self, name: str) -> bool:
+        """Whether nobody says it, not even an earlier file."""
+        return self.loaded.sources[name] == "default"
+
+    def choose(self, name: str, proposal: str = "") -> str:
+        """Settle one setting; without a proposal the default is what the file or the setting itself has."""
+        own = str(getattr(self.loaded.settings, name))
+        question, flag = QUESTIONS[name]
+        answer = own if self.is_given(name) else self.voice.ask_value(question, proposal or own, flag)
+        self.values[name] = answer
+        return answer
+
+
+def init(wish: Wish, voice: Interview, show: Callable[[Setup], None]) -> Setup:
+    """Make the worker known, look at both nodes, and write their `.env`; `show` gets what was seen before it asks."""
+    path = wish.env_file.resolve()
+    if path.exists() and not wish.force and not voice.ask(f"{path} is there already. Write it anew?", "--force"):
+        raise usage_error("settings_kept", f"{path} is as it was", "look at it with `sparkserve config`")
+    loaded = load(path if path.exists() else Path(os.devnull), wish.environment, wish.flags)
+    choices = Choices(loaded, voice)
+    choices.choose("worker", _find_neighbour(loaded.settings) if choices.is_open("worker") else "")
+    settings = load(Path(os.devnull), {}, {**loaded.settings.model_dump(), **choices.values}).settings
+    found = Setup(path, choices.values, trusted=ssh_trust.meet(settings, wish.accept, voice.ask))
+    with connect(settings) as cluster:
+        found.seen = cluster.on_both(_look)
+        show(found)
+        # The recipe of a pair that runs is written afterwards, and uses its files where they lie.
+        name = Settings().recipe if wish.from_running else choices.choose("recipe")
+        recipe = find_recipe(name, wish.environment)
+        if not wish.from_running:
+            found.notes += choose_places(choices, found.seen, recipe)
+        found.proposal, notes = choose_link(choices, found.seen, recipe)
+        found.notes += notes
+        cluster.head.host.write(path, _text(path, choices.values).encode(), 0o600)
+    return found
+
+
+def _text(path: Path, values: Mapping[str, str]) -> str:
+    """Give the new file: the values chosen, and those of the old file that nobody chose anew."""
+    load(Path(os.devnull), {}, values)  # every answer must be one that the settings take
+    old = parse_env(path.read_text(encoding="utf-8"))[0] if path.exists() else {}
+    kept = {name: old[variable_name(name)] for name in Settings.model_fields if old.get(variable_name(name))}
+    return render(_HEADING, {**kept, **values}, {})
+
+
+def _find_neighbour(settings: Settings) -> str:
+    """Give the address of the one machine that the cable's ports know; empty where there is none, or more than one."""
+    head = Node("head", LocalHost("head"), settings)
+    try:
+        answer = head.session.ask("facts", commands={"neighbours": _NEIGHBOURS})["commands"]["neighbours"]
+        ports = {device.interface for device in link.gather(head).devices if device.active}
+    finally:
+        head.close()
+    found = parse_neighbours(answer["out"] if answer and answer["code"] == 0 else "[]", ports)
+    return found[0] if len(found) == 1 else ""
+
+
+def parse_neighbours(text: str, ports: set[str]) -> list[str]:
+    """List the addresses that answered on one of these interfaces, from `ip -json neigh`."""
+    rows: list[dict[str, Any]] = json.loads(text or "[]")
+    return [row["dst"] for row in rows if row.get("dev") in ports and "lladdr" in row]
+
+
+# -- both nodes -------------------------------------------------------------------------------------------------------
+
+
+def _look(node: Node) -> Seen:
+    mounts = node.session.ask("facts", files=["/proc/mounts"])["files"]["/proc/mounts"]
+    places = parse_mounts(mounts or "")
+    rooms = node.session.ask("facts", disks=places)["disks"]
+    disks = sort_disks([parse_disk(place, rooms[place]) for place in places])
+    return Seen(system.gather(node), link.gather(node), disks)
+
+
+def parse_mounts(text: str) -> list[str]:
+    """List where real file systems are mounted, from /proc/mounts, which has odd characters as octal numbers."""
+    rows = [line.split() for line in text.splitlines()]
+    places = [row[1] for row in rows if len(row) > 2 and row[2] in _FILE_SYSTEMS]
+    return [re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), place) for place in places]
+
+
+def sort_disks(disks: Sequence[DiskFacts]) -> tuple[DiskFacts, ...]:
+    """Keep one place for each file system, its first, if we may write there; the roomiest is first."""
+    first = {disk.device: disk for disk in reversed(disks)}
+    return tuple(sorted((disk for disk in first.values() if disk.writable), key=lambda disk: -disk.free))
+
+
+def pick_place(seen: Seen, size: int) -> str:
+    """Choose where weights and caches go: the home if it has room, else the roomiest disk; empty where none has."""
+    if seen.system.disks["models"].free >= size + _MARGIN:
+        return _HOME
+    disk = next(iter(seen.disks), None)
+    return f"{disk.path.rstrip('/')}/sparkserve" if disk and disk.free >= size + _MARGIN else ""
+
+
+def choose_places(choices: Choices, seen: Mapping[Role, Seen], recipe: Recipe) -> list[str]:
+    """Settle the directories of both nodes; tells where nothing has room."""
+    if not choices.is_open("models_dir"):
+        choices.choose("models_dir")
+        return []
+    size = recipe.disk_bytes
+    picked = {role: pick_place(seen[role], size) for role in ROLES}
+    head, worker = (picked[role] or _HOME for role in ROLES)
+    is_ours = choices.choose("models_dir", f"{head}/models") == f"{head}/models"
+    if is_ours and choices.is_open("cache_dir"):
+        choices.values["cache_dir"] = f"{head}/cache"
+        if worker != head:
+            choices.values |= {"worker_models_dir": f"{worker}/models", "worker_cache_dir": f"{worker}/cache"}
+    return [
+        f"{role}: no file system that you may write to has {show_size(size)} free, which {recipe.name} needs"
+        for role in ROLES
+        if is_ours and not picked[role]
+    ]
+
+
+def choose_link(choices: Choices, seen: Mapping[Role, Seen], recipe: Recipe) -> tuple[Proposal | None, list[str]]:
+    """Settle the addresses on the cable; where none can be proposed or were given, they stay open."""
+    given = {name: getattr(choices.loaded.settings, name) for name in ("head_link", "worker_link")}
+    given = {name: address for name, address in given.items() if choices.is_given(name)}
+    needs_rdma = "/dev/infiniband" in recipe.container.devices
+    found = [
+        one
+        for one in link.propose({role: seen[role].link for role in ROLES})
+        if (one.rdma or not needs_rdma)
+        and given.get("head_link", one.head_address) == one.head_address
+        and given.get("worker_link", one.worker_address) == one.worker_address
+    ]
+    best = found[0] if found else None
+    if best is None and len(given) < 2:
+        choices.values |= given
+        text = "the cable's ports of both nodes share no network: docs/network.md shows how to give them addresses"
+        return None, [f"{text}; then `sparkserve init --force`"]
+    choices.choose("head_link", best.head_address if best else "")
+    choices.choose("worker_link", best.worker_address if best else "")
+    return best, []

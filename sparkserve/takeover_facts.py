@@ -1,0 +1,243 @@
+"""Which containers run on a node, whoever made them, and everything that decides what each one is (read-only)."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from sparkserve.cluster import Node, Role
+from sparkserve.container import FIXED_OPTIONS, OWNER, OWNER_LABEL, BindMount
+from sparkserve.engine_facts import LOOK_SECONDS, Process, docker_body, parse_memory, parse_top
+from sparkserve.takeover_families import runs_engine
+
+_TOP = "/containers/{id}/top?ps_args=-eo%20pid,stat,args"
+# Options of Docker that say nothing of their own: told elsewhere, or never more than a form.
+_TOLD_ELSEWHERE = frozenset((
+    "Binds", "Mounts", "NetworkMode", "ContainerIDFile", "PortBindings", "PublishAllPorts", "VolumeDriver", "IpcMode",
+    "ShmSize", "Devices", "DeviceRequests", "CapAdd", "Ulimits", "OomScoreAdj", "PidsLimit", "CgroupnsMode", "Runtime",
+    "ConsoleSize", "Isolation", "MaskedPaths", "ReadonlyPaths", "Annotations", "Init", "RestartPolicy", "LogConfig",
+    "SecurityOpt", "Privileged", "AutoRemove",
+))  # fmt: skip
+_SHELLS = ("sh", "bash", "dash")
+# What a shell or Docker sets by itself: every container has its own.
+_OF_A_SHELL = frozenset(("HOME", "HOSTNAME", "OLDPWD", "PWD", "SHLVL", "TERM", "_"))
+_NO_LIMIT = (None, 0, -1)
+_DEFAULT_STOP_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class Running:
+    """One running container; `env` is its own environment, without what its image brings."""
+
+    role: Role
+    name: str
+    is_ours: bool
+    image: str
+    image_id: str
+    digests: tuple[str, ...]
+    layers: tuple[str, ...]
+    entrypoint: tuple[str, ...]
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    image_env: Mapping[str, str]
+    mounts: tuple[BindMount, ...]
+    options: Mapping[str, Any]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    image_bytes: int = 0
+    image_directory: str = "/"
+    processes: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All that its main process was given; the words of its script where that is a shell."""
+        if not self.is_script:
+            return (*self.entrypoint, *self.argv)
+        try:
+            return tuple(shlex.split(self.argv[0], comments=True))
+        except ValueError:  # a quote that only a shell can close
+            return tuple(self.argv[0].split())
+
+    @property
+    def is_script(self) -> bool:
+        """Whether `bash -c` and its script are all that the container runs."""
+        return _is_script((*self.entrypoint, *self.argv))
+
+    @property
+    def stop_hint(self) -> str:
+        """What its owner would type to end it."""
+        project = self.labels.get("com.docker.compose.project")
+        return f"docker compose -p {shlex.quote(project)} stop" if project else f"docker stop {self.name}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What runs on a node, and the memory that is in use meanwhile, in bytes."""
+
+    running: tuple[Running, ...]
+    used_bytes: int
+    available_bytes: int
+
+
+def gather(node: Node) -> Facts:
+    """Look at every running container of a node, at its image, and at its processes."""
+    listing = "/containers/json"
+    raw = node.session.ask("facts", timeout=LOOK_SECONDS, docker=[listing], files=["/proc/meminfo"])
+    rows = docker_body(raw["docker"][listing], node.role)
+    memory = parse_memory(raw["files"]["/proc/meminfo"] or "")
+    pages = [page for row in rows for page in _pages(row)]
+    answers = node.session.ask("facts", timeout=LOOK_SECONDS, docker=pages)["docker"] if pages else {}
+    found = []
+    for row in rows:
+        container, image, top = (answers[page] for page in _pages(row))
+        if container.get("status") != 404:  # it went away between the two looks
+            processes = parse_top(top["body"]) if top.get("status") == 200 else ()
+            body = docker_body(container, node.role), docker_body(image, node.role)
+            running = parse(node.role, *body, tuple(one.command for one in processes))
+            beside = None if running.is_ours or runs_engine(running.words) else find_beside(processes)
+            found.append(_read_beside(node, running, beside) if beside else running)
+    return Facts(tuple(found), memory.total - memory.available, memory.available)
+
+
+def find_beside(processes: Sequence[Process]) -> Process | None:
+    """Find an engine that was started in a container beside its sleeping main process, as some launchers do."""
+    wrappers = (*_SHELLS, "docker-init", "tini")
+    for one in processes:
+        words = one.command.split()
+        if words and PurePosixPath(words[0]).name not in wrappers and runs_engine(words):
+            return one
+    return None
+
+
+def _read_beside(node: Node, running: Running, process: Process) -> Running:
+    """Read what a process was given from itself, since Docker does not say it; unread it stays unknown."""
+    place = f"/proc/{process.pid}/status"
+    status = node.session.ask("facts", files=[place])["files"][place] or ""
+    inner = re.search(r"^NSpid:.*\s(\d+)$", status, re.MULTILINE)
+    commands = [["cat", f"/proc/{inner[1]}/{name}"] for name in ("cmdline", "environ")] if inner else []
+    commands += [["readlink", f"/proc/{inner[1]}/cwd"]] if inner else []
+    answers = [node.host.run(["docker", "exec", running.name, *command], check=False) for command in commands]
+    if not answers or any(answer.exit_code != 0 for answer in answers):
+        return running
+    cmdline, environ, directory = (answer.text for answer in answers)
+    return given_beside(running, cmdline, environ, directory.strip())
+
+
+def given_beside(running: Running, cmdline: str, environ: str, directory: str) -> Running:
+    """Give the container as if it had been started with what a process in it was given."""
+    words = tuple(cmdline.rstrip("\0").split("\0"))
+    env = {name: value for name, value in _env(environ.rstrip("\0").split("\0")).items() if name not in _OF_A_SHELL}
+    own = {name: value for name, value in env.items() if running.image_env.get(name) != value}
+    options = {**running.options, "directory": directory}
+    return replace(running, entrypoint=words[:1], argv=words[1:], env=own, options=options)
+
+
+def _pages(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return f"/containers/{row['Id']}/json", f"/images/{row['ImageID']}/json", _TOP.format(id=row["Id"])
+
+
+def parse(
+    role: Role, container: Mapping[str, Any], image: Mapping[str, Any], processes: tuple[str, ...] = ()
+) -> Running:
+    """Read Docker's descriptions of a container and of its image."""
+    config, labels = container["Config"], container["Config"].get("Labels") or {}
+    image_env = _env(image["Config"].get("Env"))
+    entrypoint, argv = tuple(config.get("Entrypoint") or ()), tuple(config.get("Cmd") or ())
+    if not entrypoint or _is_script((*entrypoint, *argv)):
+        whole = (*entrypoint, *argv)
+        first = 2 if _is_script(whole) else 1
+        entrypoint, argv = whole[:first], whole[first:]
+    return Running(
+        role=role,
+        name=container["Name"].removeprefix("/"),
+        is_ours=labels.get(OWNER_LABEL) == OWNER,
+        image=config["Image"],
+        image_id=image["Id"],
+        digests=tuple(image.get("RepoDigests") or ()),
+        layers=tuple(image["RootFS"].get("Layers") or ()),
+        entrypoint=entrypoint,
+        argv=argv,
+        env={name: value for name, value in _env(config.get("Env")).items() if image_env.get(name) != value},
+        image_env=image_env,
+        mounts=tuple(_mounts(container, image)),
+        options=_options(container, image),
+        labels=labels,
+        image_bytes=image.get("Size", 0),
+        image_directory=image["Config"].get("WorkingDir") or "/",
+        processes=processes,
+    )
+
+
+def _is_script(whole: Sequence[str]) -> bool:
+    is_shell = bool(whole) and PurePosixPath(whole[0]).name in _SHELLS
+    return is_shell and len(whole) == 3 and re.fullmatch(r"-[a-z]*c", whole[1]) is not None
+
+
+def _env(lines: list[str] | None) -> dict[str, str]:
+    return dict(line.partition("=")[::2] for line in lines or ())
+
+
+def _mounts(container: Mapping[str, Any], image: Mapping[str, Any]) -> list[BindMount]:
+    """List the mounts by their place on the node; nameless volumes that the image asks for are Docker's own affair."""
+    own = image["Config"].get("Volumes") or {}
+    found = [
+        BindMount(mount["Source"], mount["Destination"], read_only=not mount["RW"])
+        for mount in container.get("Mounts") or ()
+        if mount["Destination"] not in own and mount.get("Source")
+    ]
+    return sorted(found, key=lambda mount: mount.target)
+
+
+def _options(container: Mapping[str, Any], image: Mapping[str, Any]) -> dict[str, Any]:
+    """Give Docker's options in the words of a recipe's container, then all others that are not Docker's defaults."""
+    host, config = container["HostConfig"], container["Config"]
+    is_host_ipc = host.get("IpcMode") == "host"
+    known = {
+        "gpus": bool(host.get("DeviceRequests")) or host.get("Runtime") == "nvidia",
+        "ipc": "host" if is_host_ipc else (host.get("IpcMode") or "private").replace("shareable", "private"),
+        "shm_bytes": 0 if is_host_ipc else host.get("ShmSize") or 67_108_864,
+        "devices": sorted(device["PathOnHost"] for device in host.get("Devices") or ()),
+        "capabilities": sorted(name.removeprefix("CAP_") for name in host.get("CapAdd") or ()),
+        "ulimits": {limit["Name"]: limit["Hard"] for limit in host.get("Ulimits") or ()},
+        "oom_score_adj": host.get("OomScoreAdj") or 0,
+        "pids_limit": None if host.get("PidsLimit") in _NO_LIMIT else host["PidsLimit"],
+        "stop_seconds": config.get("StopTimeout") or _DEFAULT_STOP_SECONDS,
+        "user": _unless_default(config, image, "User"),
+        "directory": config.get("WorkingDir") or "/",
+        "privileged": bool(host.get("Privileged")),
+        "remove": bool(host.get("AutoRemove")),
+        "healthcheck": _unless_default(config, image, "Healthcheck"),
+        "stop_signal": _unless_default(config, image, "StopSignal"),
+        "network_mode": host.get("NetworkMode"),
+        "init": bool(host.get("Init")),
+        "restart_policy": (host.get("RestartPolicy") or {}).get("Name") or "no",
+        # Docker adds the label by itself where the IPC is the host's.
+        "security_opt": sorted(set(host.get("SecurityOpt") or ()) - {"label=disable"}),
+        "log_config": host.get("LogConfig"),
+    }
+    others = {name: value for name, value in host.items() if name not in _TOLD_ELSEWHERE and _says_something(value)}
+    return {**known, **others}
+
+
+def _unless_default(config: Mapping[str, Any], image: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - JSON
+    value = config.get(name) or ""
+    return "" if value == (image["Config"].get(name) or "") else value
+
+
+def _says_something(value: object) -> bool:
+    return value not in _NO_LIMIT and value not in ("", [], {}, False)
+
+
+def fixed_options() -> dict[str, Any]:
+    """Give what no recipe decides in the same words."""
+    return {
+        **FIXED_OPTIONS,
+        "restart_policy": FIXED_OPTIONS["restart_policy"]["Name"],
+        "privileged": False,
+        "remove": False,
+        "healthcheck": "",
+        "stop_signal": "",
+    }

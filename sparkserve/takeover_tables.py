@@ -1,0 +1,49 @@
+"""A pair that was taken over, and how it differs from ours, for people and for programs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from sparkserve.tables import make_table
+
+if TYPE_CHECKING:
+    from sparkserve.takeover_story import Comparison, Taken
+
+
+def taken_view(found: Taken) -> list[Table | str]:
+    """Show what was written, and how to go on."""
+    table = make_table("setting", "value")
+    for name, value in found.settings.items():
+        table.add_row(name, Text(value))
+    table.caption = f"written to {found.env_file}; the recipe is {found.recipe}"
+    kept = [f"secrets of theirs are in {path} (mode 0600), and nowhere else" for path in found.secret_files]
+    steps = [
+        "to go on, after `sparkserve plan --against-running`:",
+        *(f"  {command}   (on the {role}; or your own script's stop)" for role, command in found.stop.items()),
+        "  sparkserve start",
+    ]
+    return [table, "\n".join([*kept, *steps])]
+
+
+def differences_view(found: Comparison) -> Table | str:
+    """Show each difference with its reason; both ranks in one row where they agree."""
+    if not found.differences:
+        return "what runs is what a start would make"
+    table = make_table("rank", "what", "runs", "ours", "why")
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for row in found.differences:
+        key = (f"{row.what} {row.name}".strip(), row.theirs, row.ours, row.reason)
+        rows.setdefault(key, []).append(row.node)
+    for (what, theirs, ours, reason), nodes in rows.items():
+        why = Text(reason) if reason else Text("unexplained", style="red")
+        table.add_row("both" if len(nodes) > 1 else nodes[0], what, Text(theirs), Text(ours), why)
+    table.caption = f"{found.unexplained} of {len(found.differences)} are unexplained"
+    return table
+
+
+def differences_data(found: Comparison) -> dict[str, Any]:
+    """Give all of it to a program."""
+    return {"containers": found.pair, "differences": found.differences, "unexplained": found.unexplained}

@@ -1,0 +1,40 @@
+"""A check-up of two healthy nodes of the lab: its time, with and without the proof of the cable, and its logins."""
+
+from __future__ import annotations
+
+import compileall
+import statistics
+import time
+from collections.abc import Iterator
+
+from tests.bench.figures import Figure
+from tests.lab.pair import SOURCE, Pair, paired
+
+RUNS = 5
+
+
+def measure() -> Iterator[Figure]:
+    """Bring the lab up and check it up."""
+    # As an installer does: a node cannot write beside our source, and would compile it for every command.
+    compileall.compile_dir(SOURCE / "sparkserve", quiet=1)
+    with paired() as pair:
+        pair.reset()
+        log = pair.worker.files / "log/sshd.log"
+        before = log.read_text().count("Accepted publickey")
+        _seconds(pair)
+        logins = log.read_text().count("Accepted publickey") - before
+        yield Figure("doctor_seconds", statistics.median(_seconds(pair) for _ in range(RUNS)), "s", 3.0)
+        proved = statistics.median(_seconds(pair, "--link") for _ in range(RUNS))
+        yield Figure("doctor_link_seconds", proved, "s", 6.0)
+        yield Figure("doctor_connections", logins, "connections", 1)
+
+
+def _seconds(pair: Pair, *words: str) -> float:
+    begun = time.perf_counter()
+    answer = pair.ask("doctor", *words)
+    seconds = time.perf_counter() - begun
+    # What a loaded machine's cable carries is not the matter of this group.
+    wrong = [check for check in answer["data"]["checks"] if check["verdict"] == "fail"]
+    if any(check["id"] != "link_bandwidth" for check in wrong):
+        raise RuntimeError(f"sparkserve doctor: {wrong}")
+    return seconds

@@ -1,0 +1,318 @@
+"""Every check on facts that are in order, on facts that are not, and where nothing could be seen."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sparkserve
+from sparkserve.check_catalog import CATALOG, find_entry
+from sparkserve.checks import Check, DiskNeed, Subject, raise_failures, show_size
+from sparkserve.cluster import ROLES
+from sparkserve.errors import EXIT_NOT_READY, EXIT_USAGE, SparkserveError, flatten
+from sparkserve.need_checks import check_disks, check_sources
+from sparkserve.preflight import judge
+from sparkserve.recipe import Recipe
+from sparkserve.system import DiskFacts, GpuProcess, PortFacts
+from sparkserve.system_text import Container, DockerFacts
+from tests.unit.cases import read_rows, row_name
+from tests.unit.facts import GIB, HOOK, make_subject, make_system
+
+NEEDS = (DiskNeed("worker", "models", 413_800_000_000, "weights"), DiskNeed("worker", "docker", 0, "engine image"))
+MEMORY = make_system().memory
+OURS = Container("a" * 64, "sparkserve-rank0", "sparkserve/x:1", True, True, ())
+WEB = Container("b" * 64, "web", "nginx:1", False, False, (8080,))
+# Judged elsewhere: what the doctor says of a node, what the link's own proof says, and what a start is given.
+ELSEWHERE = {"reach", "source", "link_mtu_path", "link_tcp", "link_bandwidth", "link_rdma_bandwidth"}
+
+
+def without_gpu(recipe: Recipe) -> Recipe:
+    return recipe.model_copy(update={"container": recipe.container.model_copy(update={"gpus": False, "devices": ()})})
+
+
+def unpinned(recipe: Recipe) -> Recipe:
+    env = {name: value for name, value in recipe.launch.env.items() if not name.endswith("SOCKET_IFNAME")}
+    return recipe.model_copy(update={"launch": recipe.launch.model_copy(update={"env": env})})
+
+
+def disk(**changes: Any) -> dict[str, DiskFacts]:
+    facts = {"path": "/data", "device": 9, "free": 10**12, "total": 10**12, "free_inodes": 10**6, "writable": True}
+    return {"models": DiskFacts(**{**facts, "filesystem": "ext4", **changes})}
+
+
+def worker(**changes: Any) -> dict[str, Any]:
+    return {"system": {"worker": changes}}
+
+
+def port(**changes: Any) -> dict[str, Any]:
+    return worker(ports={8888: PortFacts(**changes)})
+
+
+# id, what is not as on a healthy pair, the verdict on the worker (or the pair), words of what is told.
+CASES: list[tuple[str, dict[str, Any], str, str]] = [
+    ("docker", {}, "ok", "28.3.3"),
+    ("docker", worker(docker=DockerFacts("refused")), "fail", "does not run"),
+    ("docker", worker(docker=DockerFacts("permission")), "fail", "may not use"),
+    ("docker", worker(docker=DockerFacts("timeout")), "fail", "no answer"),
+    ("docker_group", {}, "ok", "spark may ask"),
+    ("docker_group", worker(in_docker_group=False), "ok", "spark may ask"),
+    (
+        "docker_group",
+        worker(in_docker_group=False, docker=DockerFacts("permission")),
+        "fail",
+        "a member since this session began",
+    ),
+    (
+        "docker_group",
+        worker(in_docker_group=False, docker_member=False, docker=DockerFacts("permission")),
+        "fail",
+        "spark is no member",
+    ),
+    ("docker_runtime", {}, "ok", "knows the runtime nvidia"),
+    ("docker_runtime", worker(docker=DockerFacts("", "28")), "ok", "runtime nvidia; nvidia-container-runtime-hook is"),
+    ("docker_runtime", worker(docker=DockerFacts("", "28"), tools={HOOK: None}), "fail", "no nvidia-container-runtime"),
+    ("docker_runtime", worker(docker=DockerFacts("missing")), "unseen", "could not be asked"),
+    ("docker_runtime", {"recipe": without_gpu, **worker(docker=DockerFacts("missing"))}, "ok", "needs no GPU"),
+    ("tools", {}, "ok", "all tools there"),
+    ("tools", worker(tools={"docker": None}), "fail", "not on PATH: docker"),
+    ("architecture", {}, "ok", "arm64"),
+    ("architecture", worker(machine="x86_64"), "fail", "the machine is amd64"),
+    ("python", {}, "ok", "3.12.3"),
+    ("python", worker(python="3.8.10"), "fail", "3.8.10"),
+    ("python", worker(python=""), "unseen", "of no known version"),
+    ("kernel", {}, "ok", "6.17.0-1032-nvidia"),
+    ("kernel", worker(kernel="7.0.0-1019-nvidia"), "warn", "RDMA was seen to fail"),
+    (
+        "kernel",
+        worker(kernel="7.0.0-1019-nvidia", memory={**MEMORY, "CmaFree": 9 * GIB}),
+        "fail",
+        "more than CmaTotal",
+    ),
+    ("kernel", worker(kernel="7.0.0-1019-nvidia", kernel_options="quiet kho=off"), "ok", "7.0.0-1019-nvidia"),
+    ("kernel", worker(memory={**MEMORY, "CmaFree": 9 * GIB}), "warn", "the sign of it"),
+    (
+        "kernel",
+        {"recipe": without_gpu, **worker(kernel="7.0.0-1", memory={**MEMORY, "CmaFree": 9 * GIB})},
+        "warn",
+        "more than CmaTotal",
+    ),
+    ("kernel", worker(memory={}), "unseen", "could not be read"),
+    ("gpu", {}, "ok", "NVIDIA GB10, driver 580.173.02"),
+    ("gpu", worker(gpu=None, gpu_error="missing"), "fail", "nvidia-smi: missing"),
+    ("gpu", worker(gpu=None, gpu_error="Failed to initialize NVML"), "fail", "Failed to initialize NVML"),
+    ("gpu", worker(gpu=None, gpu_error="no answer"), "unseen", "no answer"),
+    ("gpu", {"recipe": without_gpu, **worker(gpu=None, gpu_error="missing")}, "ok", "needs none"),
+    ("gpu_processes", {}, "ok", "none"),
+    ("gpu_processes", worker(gpu_processes=(GpuProcess(7, "vllm", "mine", ours=True),)), "ok", "none"),
+    ("gpu_processes", worker(gpu_processes=(GpuProcess(7, "python3"),)), "warn", "python3 (process 7)"),
+    ("gpu_processes", worker(gpu_processes=(GpuProcess(7, "vllm", "other"),)), "warn", "vllm (process 7 in other)"),
+    ("gpu_processes", worker(gpu_processes=None), "unseen", "does not tell"),
+    ("containers", {}, "ok", "none of others"),
+    ("containers", worker(containers=(OURS, WEB)), "ok", "web (8080)"),
+    ("containers", worker(containers=(Container("c" * 64, "ray", "ray:2", False, True, ()),)), "warn", "network: ray"),
+    ("containers", worker(containers=None), "unseen", "could not be asked"),
+    ("memory", {}, "ok", "122.4 GB (114.0 GiB)"),
+    ("memory", worker(memory={**MEMORY, "MemAvailable": 107 * GIB}), "fail", "114.9 GB (107.0 GiB)"),
+    ("memory", worker(memory={**MEMORY, "MemAvailable": 5 * GIB}, containers=(OURS,)), "ok", "beside the rank"),
+    ("memory", worker(memory={**MEMORY, "MemAvailable": GIB}, containers=(OURS,)), "warn", "beside the rank"),
+    ("memory", worker(memory={}), "unseen", "/proc/meminfo"),
+    ("swap", {}, "ok", "17.2 GB (16.0 GiB)"),
+    ("swap", worker(swap_used=3 * GIB), "warn", "3.2 GB (3.0 GiB) of"),
+    ("swap", worker(memory={**MEMORY, "SwapTotal": 0}), "warn", "no swap"),
+    ("swap", worker(swap_used=None), "unseen", "/proc/swaps"),
+    ("page_cache", {}, "ok", "110.0 GiB"),
+    ("page_cache", worker(memory={**MEMORY, "MemFree": 4 * GIB, "Cached": 108 * GIB}), "warn", "in the page cache"),
+    ("page_cache", worker(memory={**MEMORY, "MemFree": 4 * GIB}, containers=(OURS,)), "ok", "4.0 GiB"),
+    ("page_cache", worker(memory={}), "unseen", "/proc/meminfo"),
+    ("fragmentation", {}, "ok", "in large pieces, up for 1 days"),
+    ("fragmentation", worker(large_free=27 * 16 << 20, uptime=7 * 86400.0), "warn", "up for 7 days"),
+    ("fragmentation", worker(large_free=0, memory={**MEMORY, "MemFree": GIB}), "ok", "0.0 MB"),
+    ("fragmentation", worker(large_free=None), "unseen", "/proc/buddyinfo"),
+    ("local_disk", {}, "ok", "models: ext4"),
+    ("local_disk", worker(disks=disk(filesystem="nfs4")), "warn", "models: nfs4"),
+    ("local_disk", worker(disks=disk(filesystem="")), "unseen", "could not be seen"),
+    ("hostname", {}, "ok", "spark-worker resolves to 192.168.1.21"),
+    ("hostname", worker(own_addresses=("127.0.1.1",)), "ok", "the recipe sets GLOO_SOCKET_IFNAME"),
+    ("hostname", {"recipe": unpinned, **worker(own_addresses=("127.0.1.1",))}, "warn", "resolves to 127.0.1.1"),
+    ("hostname", {"recipe": unpinned, **worker(own_addresses=())}, "warn", "resolves to nothing"),
+    ("hostname", {"recipe": unpinned, **worker(own_addresses=None)}, "unseen", "getent"),
+    ("disk", {"needs": NEEDS}, "ok", "2000.0 GB (1862.6 GiB) free"),
+    ("disk", {"needs": NEEDS, **worker(disks=disk(free=4 * 10**11))}, "fail", "400.0 GB (372.5 GiB) free"),
+    ("disk", {"needs": NEEDS, **worker(disks=disk(free_inodes=10))}, "fail", "10 inodes"),
+    ("disk", {"needs": NEEDS, **worker(disks=disk(error="Permission denied"))}, "unseen", "Permission denied"),
+    ("writable", {"needs": NEEDS}, "ok", "can be written"),
+    ("writable", {"needs": NEEDS, **worker(disks=disk(writable=False))}, "fail", "/data cannot be written"),
+    ("port", {}, "ok", "port 8888 (api): free"),
+    ("port", port(free=False, holder="python3 (process 7)"), "fail", "held by python3 (process 7)"),
+    ("port", port(free=False, holder="container web (nginx:1)"), "fail", "held by container web (nginx:1)"),
+    ("port", port(free=False, holder="container sparkserve-rank1 (x)", ours=True), "ok", "our own rank"),
+    ("api_key", {}, "ok", "127.0.0.1 without"),
+    ("api_key", {"settings": {"api_host": "0.0.0.0"}}, "fail", "0.0.0.0 without a key"),
+    ("api_key", {"settings": {"api_host": "0.0.0.0", "api_open": True}}, "warn", "0.0.0.0 without a key"),
+    ("api_key", {"settings": {"api_host": "0.0.0.0", "api_key_file": "/k"}}, "ok", "0.0.0.0 with a key"),
+    ("sudo", {}, "ok", "sudo: free"),
+    ("sudo", worker(sudo="password"), "warn", "sudo: password"),
+    ("sudo", {"settings": {"sudo_password_file": "/p"}, **worker(sudo="password")}, "ok", "sudo: password"),
+    ("sudo", {"rooted": {"worker": False}, **worker(sudo="password")}, "fail", "sudo: password"),
+    ("sudo", {"rooted": {"worker": True}, **worker(sudo="password")}, "ok", "sudo: password"),
+    ("sudo", {"rooted": {"worker": True}, **worker(sudo="missing")}, "fail", "sudo: missing"),
+    ("same_machine", {}, "ok", "spark-head and spark-worker"),
+    ("clock", {}, "ok", "0.000 s"),
+    ("clock", worker(clock=(7.5, 0.002)), "warn", "7.500 s ahead, ±0.003 s"),
+    ("clock", worker(clock=(-7.5, 0.002)), "warn", "7.500 s behind"),
+    ("clock", worker(clock=(2.5, 0.6)), "ok", "±0.601 s"),
+    ("driver_match", {}, "ok", "580.173.02"),
+    ("driver_match", worker(gpu=("NVIDIA GB10", "590.10")), "warn", "head 580.173.02, worker 590.10"),
+    ("driver_match", worker(gpu=None, gpu_error="no answer"), "unseen", "could not be seen"),
+    ("kernel_match", {}, "ok", "6.17.0-1032-nvidia"),
+    ("kernel_match", worker(kernel="6.14.0"), "warn", "worker 6.14.0"),
+    ("kernel_match", worker(kernel=""), "unseen", "could not be seen"),
+    ("docker_match", {}, "ok", "28.3.3"),
+    ("docker_match", worker(docker=DockerFacts("", "27.5.1")), "warn", "worker 27.5.1"),
+    ("docker_match", worker(docker=DockerFacts("missing")), "unseen", "could not be seen"),
+    ("link_address", {}, "ok", "enp1s0f1np1 owns 10.100.8.2"),
+    ("link_address", {"links": {"worker": {"interface": ""}}}, "fail", "no interface owns 10.100.8.2"),
+    ("link_address", {"links": {"worker": {"interface": "", "address": ""}}}, "fail", "WORKER_LINK is not set"),
+    ("link_rdma", {}, "ok", "rocep1s0f1, GID 3"),
+    ("link_rdma", {"links": {"worker": {"gid_index": None}}}, "fail", "no active RDMA device of enp1s0f1np1"),
+    ("link_mtu", {}, "ok", "head 9000, worker 9000"),
+    ("link_mtu", {"links": {"worker": {"mtu": 1500}}}, "fail", "head 9000, worker 1500"),
+    ("link_same", {}, "ok", "10.100.8.1 and 10.100.8.2"),
+    ("link_same", {"links": {"worker": {"address": "10.100.8.1"}}}, "fail", "10.100.8.1 and 10.100.8.1"),
+]  # fmt: skip
+
+
+def judged(subject: Subject, name: str) -> list[Check]:
+    """Give the check on the worker, or on the pair, or on the head where it is of the head alone."""
+    found = [check for check in judge(subject) if check.id == name]
+    return [check for check in found if check.node != "head"] or found
+
+
+@pytest.mark.parametrize(("name", "changes", "verdict", "words"), CASES)
+def test_a_check(name: str, changes: dict[str, Any], verdict: str, words: str) -> None:
+    found = judged(make_subject(**changes), name)[0]
+    assert (found.verdict, words in found.observed) == (verdict, True), found
+    assert found.needed
+    assert bool(found.advice) or verdict in ("ok", "unseen")
+    on_head = [check for check in judge(make_subject(**changes)) if check.node == "head" and check.id == name]
+    if found.node == "worker" and "settings" not in changes:
+        assert {check.verdict for check in on_head} <= {"ok"}, on_head
+
+
+def test_every_check_is_seen_in_order_and_not() -> None:
+    good = {name for name, _, verdict, _ in CASES if verdict == "ok"}
+    bad = {name for name, _, verdict, _ in CASES if verdict in ("warn", "fail")}
+    assert good == CATALOG.keys() - ELSEWHERE
+    assert good - bad == {"same_machine"}  # below
+
+
+def test_every_check_has_its_entry() -> None:
+    named = {
+        node.args[0].value
+        for path in Path(sparkserve.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Check" and isinstance(node.args[0], ast.Constant)
+    }
+    assert len(named) > 20
+    assert named <= CATALOG.keys()
+
+
+def test_the_worker_is_the_head_under_another_name() -> None:
+    subject = make_subject()
+    twins = Subject(
+        subject.settings,
+        subject.recipe,
+        dict.fromkeys(ROLES, make_system()),
+        dict.fromkeys(ROLES, subject.links["head"]),
+    )
+    (check,) = judged(twins, "same_machine")
+    assert (check.verdict, check.observed) == ("fail", "both are spark-head, with the same addresses")
+
+
+def test_a_port_of_rank_0_is_ours_on_the_head_only() -> None:
+    held = {8888: PortFacts(free=False, holder="a process of root, which this account may not look at")}
+    facts = {"ports": held, "containers": (OURS,)}
+    found = [check for check in judge(make_subject(system={"head": facts, "worker": facts})) if check.id == "port"]
+    assert [(check.node, check.verdict) for check in found] == [("head", "ok"), ("worker", "fail")]
+    assert "sport = :8888" in found[1].advice
+
+
+def test_what_a_pair_must_share_is_not_judged_by_one_node() -> None:
+    found = judge(make_subject(system={"worker": None}, links={"worker": None}))
+    assert {check.node for check in found} == {"head"}
+    assert {check.verdict for check in found} == {"ok"}
+
+
+def test_a_healthy_pair_has_nothing_but_good_checks() -> None:
+    assert {check.verdict for check in judge(make_subject(needs=NEEDS))} == {"ok"}
+
+
+def test_without_a_start_only_the_basics_are_judged() -> None:
+    found = judge(make_subject(**worker(memory={}, gpu=None)), starting=False)
+    assert {check.id for check in found} == {"docker", "docker_group", "tools", "architecture", "python", "sudo"}
+
+
+def test_what_a_container_is_given() -> None:
+    (check,) = check_sources({"head": {"/a": "file"}, "worker": {"/b": "missing"}})
+    assert (check.id, check.node, check.observed, check.advice) == (
+        "source",
+        "worker",
+        "/b: missing",
+        "`sparkserve up`",
+    )
+
+
+@pytest.mark.parametrize("case", read_rows("system", "disks"), ids=row_name)
+def test_disks(case: dict[str, Any]) -> None:
+    disks = {
+        name: DiskFacts(name, raw["device"], raw["free"], 10**13, raw["inodes"], raw["writable"])
+        for name, raw in case["disks"].items()
+    }
+    needs = tuple(DiskNeed(**need) for need in case["needs"])
+    found = check_disks(make_subject(system={"head": {"disks": disks}}, needs=needs))
+    assert [check.id for check in found if check.verdict == "fail"] == case["failed"]
+    assert {check.node for check in found} <= {"head"}
+
+
+def test_a_disk_that_is_too_small_says_what_needs_how_much() -> None:
+    (check,) = judged(make_subject(needs=NEEDS, **worker(disks=disk(free=4 * 10**11))), "disk")
+    assert check.observed == "/data: 400.0 GB (372.5 GiB) free, 1000000 inodes"
+    assert check.needed == "415.8 GB (387.2 GiB) (weights 413.8 GB (385.4 GiB), and 2.0 GB (1.9 GiB) to spare)"
+    assert "SPARKSERVE_MODELS_DIR" in check.advice
+
+
+def test_a_directory_that_is_not_there_is_made_and_one_that_is_changes_its_owner() -> None:
+    for exists, hint in ((False, "sudo install -d -o spark /data"), (True, "sudo chown spark /data")):
+        subject = make_subject(needs=NEEDS, **worker(disks=disk(writable=False, exists=exists)))
+        assert judged(subject, "writable")[0].hint == hint
+
+
+def test_failures_are_raised_together() -> None:
+    broken = make_subject(**worker(machine="x86_64", docker=DockerFacts("permission"), tools={"docker": None}))
+    with pytest.raises(SparkserveError) as caught:
+        raise_failures(judge(broken, starting=False))
+    errors = flatten(caught.value)
+    assert caught.value.exit_code == EXIT_NOT_READY
+    assert [(error.code, error.node) for error in errors] == [
+        ("check_docker", "worker"), ("check_tools", "worker"), ("check_architecture", "worker")
+    ]  # fmt: skip
+    assert "usermod -aG docker" in errors[0].hint
+    assert errors[1].hint == "sudo apt-get install docker.io"
+    raise_failures(judge(make_subject()))
+
+
+def test_an_unknown_check_names_the_nearest() -> None:
+    with pytest.raises(SparkserveError, match=r"there is no check memroy; did you mean memory\?") as caught:
+        find_entry("memroy")
+    assert caught.value.exit_code == EXIT_USAGE
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [(0, "0.0 MB"), (99_999_999, "100.0 MB"), (10**9, "1.0 GB (0.9 GiB)"), (500 * GIB, "536.9 GB (500.0 GiB)")],
+)
+def test_show_size(size: int, shown: str) -> None:
+    assert show_size(size) == shown

@@ -1,0 +1,115 @@
+"""What `sparkserve link` shows of a cable, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sparkserve import cli
+from sparkserve.checks import Check
+from sparkserve.link import find_management, propose
+from sparkserve.link_oddities import find_oddities
+from sparkserve.operations import Cable
+from tests.unit.test_link_picture import NAMES, seen
+
+OK = Check("link_tcp", "head", "ok", "the worker answers on 40001", "TCP to the worker")
+LOW = Check("link_bandwidth", "head", "fail", "1.0 Gb/s to the worker", "5 Gb/s; the port says 200", "look at the MTU")
+
+
+def cable(*checks: Check, head: str = "head_port1", worker: str = "worker_port0_index5") -> Cable:
+    links = seen(head, worker)
+    management = find_management(links)
+    return Cable(NAMES, links, management, find_oddities(links, management), propose(links), list(checks))
+
+
+class Story:
+    """Gives one cable, and remembers which floor was asked for."""
+
+    def __init__(self, found: Cable) -> None:
+        self.found = found
+        self.floors: list[float | None] = []
+
+    def __call__(self, session: object, *, floor: float | None) -> Cable:
+        assert session
+        self.floors.append(floor)
+        return self.found
+
+
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: Cable, *words: str) -> tuple[int, Story]:
+    story = Story(found)
+    monkeypatch.setattr("sparkserve.operations.see_cable", story)
+    env_file = tmp_path / ".env"
+    env_file.write_text("SPARKSERVE_WORKER=spark@192.168.1.22\n")
+    return cli._run(["link", "--env-file", str(env_file), *words]), story
+
+
+@pytest.mark.parametrize(
+    ("words", "floor"),
+    [((), None), (("--floor", "9"), None), (("--prove",), 5.0), (("--prove", "--floor", "0"), 0.0)],
+)
+def test_only_prove_proves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...], floor: float | None
+) -> None:
+    code, story = run(monkeypatch, tmp_path, cable(), *words)
+    assert (code, story.floors) == (0, [floor])
+
+
+def test_proofs_are_told_below_the_picture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = run(monkeypatch, tmp_path, cable(OK, LOW), "--prove")
+    assert code == 1
+    picture, odd, table = capsys.readouterr().out.split("\n\n", 1)[1].split("\n\n")
+    assert "the cable: NCCL" in picture
+    assert odd == "  - the cable joins port 1 of the head and port 0 of the worker, which is fine"
+    rows = [line.split() for line in table.splitlines()]
+    assert [row[:3] for row in rows[1:3]] == [["link_tcp", "head", "ok"], ["link_bandwidth", "head", "fail"]]
+    assert table.splitlines()[3:] == ["hint (link_bandwidth): look at the MTU"]
+
+
+def test_the_choice_is_told_as_lines_for_the_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = cable()
+    unset = {role: replace(facts, address="", interface="", twin="") for role, facts in found.links.items()}
+    code, _ = run(monkeypatch, tmp_path, replace(found, links=unset))
+    assert code == 0
+    out = capsys.readouterr().out
+    assert (
+        "SPARKSERVE_HEAD_LINK=10.100.8.1\nSPARKSERVE_WORKER_LINK=10.100.8.2\n  enp1s0f1np1 to enp1s0f0np0: both in"
+        in out
+    )
+
+
+def test_no_choice_leads_to_the_document(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, tmp_path, replace(cable(head="nobody"), proposals=[]))
+    assert "docs/network.md tells how to give them addresses" in capsys.readouterr().out
+
+
+def test_json_has_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = run(monkeypatch, tmp_path, cable(LOW), "--prove", "--json")
+    answer = json.loads(capsys.readouterr().out)
+    assert (code, answer["exit_code"], answer["status"]) == (1, 1, "failed")
+    assert answer["data"]["checks"][0]["observed"] == "1.0 Gb/s to the worker"
+    assert answer["data"]["links"]["worker"]["gid_index"] == 5
+    assert answer["data"]["management"]["head"] == {"interface": "enP7s7", "address": "192.168.1.20"}
+
+
+@pytest.mark.parametrize(("encoding", "plain"), [("ascii", True), ("latin-1", True), ("utf-8", False)])
+def test_ascii_where_the_stream_cannot_show_lines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, encoding: str, plain: bool
+) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr("sys.stdout", stream)
+    code, _ = run(monkeypatch, tmp_path, cable())
+    stream.flush()
+    text = stream.buffer.getvalue().decode(encoding)
+    assert (code, text.isascii(), "+======+" in text) == (0, plain, plain)

@@ -1,0 +1,294 @@
+"""A check-up from recorded facts: what is told, with which exit code, what a record replaces, what may be done."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from rich.table import Table
+
+from sparkserve import doctor, doctor_repair, lock, ssh_trust
+from sparkserve.blueprint import Seen, load_facts
+from sparkserve.checks import Check
+from sparkserve.cluster import ROLES, Cluster, Node, NodeSession, Role
+from sparkserve.doctor import Report, examine
+from sparkserve.doctor_record import anonymize
+from sparkserve.doctor_tables import report_data, report_view, summary
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
+from sparkserve.hosts import Host, UnreachableHost
+from sparkserve.lifecycle import Session, open_session
+from sparkserve.output import Mode, Output
+from sparkserve.pair_checks import Difference
+from tests.fakes import FakeHost
+from tests.unit.cases import case_files
+
+REFUSED = SparkserveError("ssh_unreachable", "cannot reach it", "ssh spark true", "worker", exit_code=6)
+RECORDS = case_files("doctor")
+
+
+class Replay:
+    """A node that answers as one did when it was recorded; what was not recorded was not there."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        self.raw = raw
+
+    def ask(self, do: str, **fields: Any) -> Any:
+        if do == "hello":
+            return self.raw["identity"]
+        assert do == "facts"
+        facts = self.raw["facts"]
+        found = {
+            name: {key: facts.get(name, {}).get(key) for key in keys}
+            for name, keys in fields.items()
+            if name != "timeout"
+        }
+        found["ports"] = {str(port): facts["ports"][str(port)] for port in fields.get("ports", ())}
+        found["globs"] = {pattern: facts.get("globs", {}).get(pattern) or {} for pattern in fields.get("globs", ())}
+        return {**found, "time": time.time(), "kernel": facts["kernel"], "machine": facts["machine"]}
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@pytest.fixture(params=RECORDS, ids=lambda path: path.stem)
+def seen(request: pytest.FixtureRequest) -> Seen:
+    return load_facts(request.param)
+
+
+def session_of(seen: Seen, directory: Path) -> Session:
+    values = {f"SPARKSERVE_{role.upper()}_LINK": seen.nodes[role].address for role in ROLES}
+    values |= {"SPARKSERVE_WORKER": "user1@10.0.9.9", "SPARKSERVE_SUDO_PASSWORD_FILE": "/nowhere"}
+    values |= {"SPARKSERVE_API_PORT": "8888", "SPARKSERVE_MASTER_PORT": "29551"}
+    environment = {"XDG_STATE_HOME": str(directory / "state"), "SPARKSERVE_RECIPE": "smoke", **values}
+    run = open_session("doctor", directory / ".env", environment, {}, Output(Mode.QUIET))
+    if seen.raw["head"]["facts"]["machine"] != "aarch64":
+        image = run.recipe.image.model_copy(update={"architecture": "any"})
+        run.recipe = run.recipe.model_copy(update={"image": image})
+    return run
+
+
+@pytest.fixture
+def session(seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
+    run = session_of(seen, tmp_path)
+    replayed(monkeypatch, run, {role: seen.raw[role] for role in ROLES})
+    return run
+
+
+def replayed(monkeypatch: pytest.MonkeyPatch, run: Session, raw: dict[Role, dict[str, Any]]) -> None:
+    @contextlib.contextmanager
+    def connected(*_given: object, **_options: object) -> Iterator[Cluster]:
+        hosts: dict[Role, Host] = {
+            role: FakeHost(role) if role in raw else UnreachableHost(role, REFUSED) for role in ROLES
+        }
+        nodes = [Node(role, hosts[role], run.settings) for role in ROLES]
+        for node in nodes:
+            if node.role in raw:
+                node.__dict__["session"] = cast("NodeSession", Replay(raw[node.role]))
+        yield Cluster(*nodes)
+
+    monkeypatch.setattr(doctor, "connect", connected)
+
+
+def verdicts(report: Report) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for check in report.checks:
+        found.setdefault(check.verdict, set()).add(check.id)
+    return found
+
+
+def test_a_recorded_pair_is_in_order(session: Session, seen: Seen) -> None:
+    report = examine(session)
+    assert verdicts(report).keys() == {"ok"}
+    assert len(report.checks) > 55
+    assert (report.exit_code, report.unseen) == (0, {})
+    assert summary(report) == f"{len(report.checks)} ok"
+    owners = {check.node: check.observed for check in report.checks if check.id == "link_address"}
+    assert owners == {role: f"{place.interface} owns {place.address}" for role, place in seen.nodes.items()}
+
+
+def test_a_record_holds_what_was_seen(session: Session, seen: Seen, tmp_path: Path) -> None:
+    report = examine(session, record=tmp_path / "again.json")
+    again = load_facts(tmp_path / "again.json")
+    assert report.recorded == str(tmp_path / "again.json")
+    assert {role: place.hcas for role, place in again.nodes.items()} == {
+        role: place.hcas for role, place in seen.nodes.items()
+    }
+    assert {role: raw["facts"]["tools"] for role, raw in again.raw.items()} == {
+        role: raw["facts"]["tools"] for role, raw in seen.raw.items()
+    }
+
+
+def test_the_cable_is_found_where_no_settings_name_it(
+    seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = session_of(seen, tmp_path)
+    run.loaded = replace(run.loaded, settings=run.settings.model_copy(update={"head_link": "", "worker_link": ""}))
+    replayed(monkeypatch, run, {role: seen.raw[role] for role in ROLES})
+    assert examine(run).exit_code == 0
+
+
+def test_a_worker_that_was_not_reached_leaves_the_heads_checks_and_the_reason(
+    seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = session_of(seen, tmp_path)
+    replayed(monkeypatch, run, {"head": seen.raw["head"]})
+    report = examine(run, proves_link=True, record=tmp_path / "head.json")
+    assert report.exit_code == EXIT_COULD_NOT_LOOK
+    (unseen,) = [check for check in report.checks if check.verdict != "ok"]
+    assert (unseen.id, unseen.node, unseen.observed, unseen.advice) == (
+        "reach", "worker", "cannot reach it", "ssh spark true"
+    )  # fmt: skip
+    assert summary(report).startswith("the worker could not be looked at, 1 could not look, ")
+    assert load_facts(tmp_path / "head.json").nodes.keys() == {"head"}
+
+
+def check(name: str, verdict: Any, node: str = "head", observed: str = "seen", hint: str = "") -> Check:
+    return Check(name, node, verdict, observed, "wanted", hint)
+
+
+@pytest.mark.parametrize(
+    ("given", "unseen", "code"),
+    [
+        (["ok", "warn"], {}, 0),
+        (["ok", "fail"], {}, 1),
+        (["unseen", "fail"], {}, 1),
+        (["unseen", "warn"], {}, 6),
+        (["fail"], {"worker": REFUSED}, 6),
+    ],
+)
+def test_exit_codes(given: list[str], unseen: dict[Role, SparkserveError], code: int) -> None:
+    report = Report(tuple(check("memory", verdict) for verdict in given), (), unseen)
+    assert report.exit_code == code
+
+
+def test_what_is_wrong_comes_first_and_says_what_to_type() -> None:
+    found = [
+        check("docker", "ok"), check("docker", "ok", "worker"), check("memory", "ok"), check("clock", "warn", ""),
+        check("memory", "fail", "worker", "too little"), check("gpu", "unseen", hint="look yourself"),
+    ]  # fmt: skip
+    report = Report(tuple(found), (Difference("driver", "580", "590"), Difference("kernel", "6", "6")))
+    table, _, *lines = report_view(report)
+    assert isinstance(table, Table)
+    assert list(table.columns[1].cells) == ["memory", "gpu", "clock", "docker"]
+    assert [str(cell) for cell in table.columns[0].cells] == ["fail", "could not look", "warn", "ok"]
+    assert [str(cell) for cell in table.columns[3].cells] == ["too little", "", "", "seen"]
+    assert lines[0] == "memory (worker): close other programs: `ps aux --sort=-rss | head` shows the largest"
+    assert lines[1] == "gpu (head): look yourself"
+    assert lines[2] == "clock: sudo timedatectl set-ntp true"
+    (differs,) = [line for line in lines if isinstance(line, Table)]
+    assert list(differs.columns[0].cells) == ["driver"]
+    assert str(lines[-1]).startswith("1 fail, 1 could not look, 1 warn, 3 ok, in ")
+    data = report_data(report)
+    assert [row["hint"] for row in data["checks"] if row["verdict"] == "ok"] == ["", "", ""]
+    assert len(data["differences"]) == 1
+
+
+# -- a record names nobody --------------------------------------------------------------------------------------------
+
+
+def test_names_and_addresses_are_replaced_each_by_the_same() -> None:
+    text = (
+        "spark-3a7f: /home/anna/x, anna@10.100.8.1, 10.100.8.2/24 169.254.77.7 127.0.1.1 0.0.0.0:22 255.255.255.0 "
+        "08:c0:eb:12:34:56 08:C0:EB:12:34:56 GPU-6d2f0b1e-3c4a-5d6e-8f90-a1b2c3d4e5f6 "
+        "0000:0000:0000:0000:0000:ffff:0a64:0801 fe80:0000:0000:0000:0ac0:ebff:fe12:3456 ::1 [::]:22 12:34:56 "
+        "annabel spark-3a7f2 6.17.0-1032 580.173.02 0000000F:01:00.0"
+    )
+    shown = anonymize(text, {"anna": "user1", "spark-3a7f": "head"})
+    assert shown == (
+        "head: /home/user1/x, user1@10.0.1.1, 10.0.1.2/24 169.254.3.7 127.0.1.1 0.0.0.0:22 255.255.255.0 "
+        "02:00:00:00:00:01 02:00:00:00:00:01 GPU-00000000-0000-0000-0000-000000000001 "
+        "0000:0000:0000:0000:0000:ffff:0a00:0101 fe80:0000:0000:0000:0000:0000:0000:0002 ::1 [::]:22 12:34:56 "
+        "annabel spark-3a7f2 6.17.0-1032 580.173.02 0000000F:01:00.0"
+    )
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_a_record_of_ours_names_nobody(path: Path) -> None:
+    text = path.read_text()
+    found = set(re.findall(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.])", text))
+    assert {one for one in found if not one.startswith(("10.0.", "127.", "0.0.0.0", "172.17.", "255."))} == set()
+    assert "spark-" not in text
+    assert "GPU-" not in text
+
+
+# -- what it may put right --------------------------------------------------------------------------------------------
+
+
+def test_a_sudo_rule_allows_what_tuning_runs_and_nothing_else(tmp_path: Path) -> None:
+    tools = {"tee": "/usr/bin/tee", "sysctl": "/usr/sbin/sysctl"}
+    text = doctor_repair.sudo_rule("anna", tools, {"vm.swappiness": "0", "vm.compaction_proactiveness": "0"})
+    (tmp_path / "rule").write_text(text)
+    done = subprocess.run(["visudo", "-c", "-f", str(tmp_path / "rule")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "anna ALL=(root) NOPASSWD: /usr/bin/tee /var/lib/sparkserve/tuning.json.new\n" in text
+    pattern = re.compile(re.search(r"sysctl (\^.*\$)", text)[1])  # type: ignore[index]
+    assert pattern.match("-q -w vm.swappiness=60 vm.compaction_proactiveness=20")
+    for words in (
+        "-q -w kernel.panic=1",
+        "-q -w vm.swappiness=60 kernel.panic=1",
+        "-p /tmp/x",
+        "-q -w vmxswappiness=1",
+    ):
+        assert not pattern.match(words)
+
+
+def test_an_unknown_host_key_takes_a_person_whatever_was_agreed_to(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown = SparkserveError("host_key_unknown", "shows a key", "", "worker", exit_code=EXIT_COULD_NOT_LOOK)
+    asked: list[tuple[str, str]] = []
+
+    def meet(settings: object, accept: object, ask: Any) -> None:
+        assert (settings, accept) == (session.settings, None)
+        assert ask("Trust it?", "--accept-host-key SHA256:abc")
+
+    def person(question: str, flag: str) -> bool:
+        asked.append((question, flag))
+        return True
+
+    monkeypatch.setattr(ssh_trust, "meet", meet)
+    found = doctor_repair.repair(session, Report((), (), {"worker": unknown}), lambda _: False, person)
+    assert asked == [("Trust it?", "it to init: --accept-host-key SHA256:abc")]
+    assert (found.unseen, found.exit_code) == ({}, 0)
+
+
+def test_a_lock_of_other_settings_keeps_nobody_from_looking(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_given: object) -> None:
+        raise SparkserveError("lock_differs", "the lock is of another recipe")
+
+    monkeypatch.setattr(lock, "read_lock", refuse)
+    assert examine(session).exit_code == 0
+    assert "warning: the lock is of another recipe" in capsys.readouterr().err
+
+
+def test_nothing_is_done_that_nobody_agreed_to(session: Session) -> None:
+    wrong = Report(
+        (
+            check("writable", "fail", hint="sudo install -d -o anna /data"),
+            check("writable", "fail", "worker", hint="sudo chown anna /data"),
+            check("sudo", "warn", "worker", "sudo: password"),
+            check("sudo", "warn", "head", "sudo: missing"),
+            check("docker_group", "fail", "worker"),
+        ),
+        (),
+    )
+    asked: list[str] = []
+
+    def refuse(question: str) -> bool:
+        asked.append(question)
+        return False
+
+    assert doctor_repair.repair(session, wrong, refuse, lambda *_: False) is wrong
+    assert asked == [
+        "head: sudo install -d -o anna /data?",
+        "worker: write a rule for /etc/sudoers.d to a file on the head, for you to read?",
+    ]

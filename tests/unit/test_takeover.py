@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkserve.against import Difference, Wanted, compare
+from sparkserve.cluster import ROLES, Cluster, Deployment, Role
+from sparkserve.container import build_spec, with_secrets
+from sparkserve.engine_facts import Process
+from sparkserve.errors import SparkserveError
+from sparkserve.lock import Lock, LockedImage
+from sparkserve.recipe import Recipe
+from sparkserve.recipe_text import to_toml
+from sparkserve.settings import Settings
+from sparkserve.takeover import Served, Takeover, find_pair, find_ranks, translate
+from sparkserve.takeover_facts import Facts, Running, find_beside, given_beside, parse
+from sparkserve.takeover_families import read_families
+from sparkserve.takeover_texts import find_secrets, lay_together, name_apart
+from tests.unit.cases import CASES, ROOT, case_files, read_case, read_rows, row_name
+from tests.unit.deployments import LINKS, make_pair
+
+GOLDEN = ROOT / "tests" / "golden" / "takeover"
+PAIRS = [path for path in case_files("takeover") if "_by_" in path.name]
+SERVED = Served(8000, "served-name")
+FAMILY_TABLES = ("phases", "failures", "readiness", "counters")
+Inspected = dict[str, dict[str, Any]]
+
+
+def read(name: str) -> Inspected:
+    found: Inspected = read_case(CASES / "takeover" / f"{name}.json")
+    return found
+
+
+def facts_of(inspected: Inspected) -> dict[Role, Facts]:
+    return {role: Facts((running_of(role, inspected[role]),), 90 * 2**30, 10 * 2**30) for role in ROLES}
+
+
+def running_of(role: Role, found: dict[str, Any]) -> Running:
+    running = parse(role, found["container"], found["image"], tuple(found["processes"]))
+    return given_beside(running, **found["beside"]) if found.get("beside") else running
+
+
+def taken(inspected: Inspected) -> Takeover:
+    facts = facts_of(inspected)
+    return translate(find_pair(facts), facts, LINKS, SERVED)
+
+
+def recipe_of(found: Takeover) -> Recipe:
+    return Recipe.model_validate({**tomllib.loads(to_toml(found.recipe)), "directories": [Path("/recipe")]})
+
+
+def differences(inspected: Inspected, **changes: dict[str, Any]) -> list[Difference]:
+    """Compare what runs with what the recipe that came of it makes, with some of its tables changed."""
+    found, facts = taken(inspected), facts_of(inspected)
+    recipe = recipe_of(found)
+    parts = {name: getattr(recipe, name).model_copy(update=update) for name, update in changes.items()}
+    recipe = recipe.model_copy(update=parts)
+    lock = Lock(schema=1, recipe=recipe.name, weights=(), image=LockedImage(reference=recipe.image.reference))
+    key = {"api_key_file": "/key"} if "api_key" in found.secrets else {}
+    settings = Settings.model_validate({**found.settings, **key})
+    deployment = Deployment(settings, recipe, lock, make_cluster(settings))
+    rows = []
+    for rank, role in enumerate(ROLES):
+        spec = build_spec(deployment, rank, LINKS, {}, "sparkserve/ours:0123456789ab")
+        assert spec.unresolved == ()
+        whole = with_secrets(spec, {name: secret(value) for name, value in found.secrets.items()})
+        rows += compare(facts[role].running[0], Wanted(whole, lock.image.reference))
+    return rows
+
+
+def secret(value: str) -> Any:
+    return Settings.model_validate({"hf_token": value}).hf_token
+
+
+def make_cluster(settings: Settings) -> Cluster:
+    return make_pair(settings)
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=lambda path: path.stem)
+def test_the_recipe_is_the_golden_one(path: Path) -> None:
+    found = taken(read_case(path))
+    tables = {name: value for name, value in found.recipe.items() if name not in FAMILY_TABLES}
+    text = to_toml({**tables, "settings": found.settings, "notes": list(found.notes)})
+    golden = GOLDEN / f"{path.stem}.toml"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(text)
+    assert text == golden.read_text()
+    assert recipe_of(found).phases, "the log of the family is known"
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=lambda path: path.stem)
+def test_ours_gets_the_same_arguments_and_environment(path: Path) -> None:
+    rows = differences(read_case(path))
+    assert [row for row in rows if row.what != "option"] == []
+    assert [row for row in rows if not row.reason] == []
+    assert "security_opt" in {row.name for row in rows}
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=lambda path: path.stem)
+def test_secrets_and_facts_of_a_node_stay_where_they_belong(path: Path) -> None:
+    found = taken(read_case(path))
+    text = to_toml(found.recipe)
+    for hidden in (
+        "scrubbed",
+        *(link.address for link in LINKS.values()),
+        *(link.interface for link in LINKS.values()),
+    ):
+        assert hidden not in text
+
+
+def test_what_they_are_privileged_for_is_given_by_name() -> None:
+    rows = {row.name: row for row in differences(read("vllm_by_hand")) if row.node == "head"}
+    assert rows["devices"].ours == "['/dev/infiniband']"
+    assert "never privileged" in rows["devices"].reason
+    assert rows["privileged"].reason == rows["capabilities"].reason == rows["devices"].reason
+    assert "service install" in rows["restart_policy"].reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"launch": {"head_argv": ("--host", "0.0.0.0")}}, ("argv", "word")),
+        ({"launch": {"env": {}}}, ("env", "NCCL_SOCKET_IFNAME")),
+        ({"container": {"mounts": ()}}, ("mount", "/models")),
+        ({"container": {"gpus": False}}, ("option", "gpus")),
+        ({"container": {"devices": ()}}, ("option", "devices")),
+        ({"image": {"entrypoint": ("python3", "-u")}}, ("argv", "word 2")),
+    ],
+)
+def test_a_difference_is_unexplained(changes: dict[str, Any], what: tuple[str, str]) -> None:
+    rows = [row for row in differences(read("sglang_by_hand"), **changes) if not row.reason]
+    assert any(row.what == what[0] and row.name.startswith(what[1]) for row in rows)
+
+
+def test_another_image_is_a_difference() -> None:
+    inspected = read("tensorfold_by_hand")
+    running = facts_of(inspected)["head"].running[0]
+    recipe = recipe_of(taken(inspected))
+    lock = Lock(schema=1, recipe=recipe.name, weights=(), image=LockedImage(reference=f"other@sha256:{'0' * 64}"))
+    spec = build_spec(Deployment(Settings(), recipe, lock, make_cluster(Settings())), 0, LINKS, {}, "x:y")
+    assert [row.what for row in compare(running, Wanted(spec, lock.image.reference)) if not row.reason] == ["image"]
+    same = Wanted(spec, lock.image.reference, running.image_id)
+    assert [row for row in compare(running, same) if not row.reason] == []
+
+
+def test_an_image_with_a_digest_is_named_by_it() -> None:
+    inspected = read("vllm_by_hand")
+    digest = f"vllm/vllm-openai@sha256:{'a' * 64}"
+    inspected["head"]["image"]["RepoDigests"] = [digest]
+    assert taken(inspected).recipe["image"]["reference"] == digest
+
+
+def change(inspected: Inspected, edits: dict[str, Any]) -> Inspected:
+    """Set values by a path such as `head.container.HostConfig.NetworkMode`; `swap` exchanges the nodes."""
+    changed = copy.deepcopy(inspected)
+    if edits.get("swap"):
+        changed = {"head": changed["worker"], "worker": changed["head"]}
+    for path, value in edits.items():
+        if path != "swap":
+            *parents, last = path.split(".")
+            place: Any = changed
+            for key in parents:
+                place = place[key]
+            place[last] = value
+    return changed
+
+
+@pytest.mark.parametrize("case", read_rows("takeover", "refused"), ids=row_name)
+def test_what_cannot_be_taken_over_is_refused_by_name(case: dict[str, Any]) -> None:
+    with pytest.raises(SparkserveError) as caught:
+        taken(change(read(case["of"]), case["edits"]))
+    assert caught.value.code == case["code"]
+    assert case["words"] in f"{caught.value}\n{caught.value.details}"
+    assert caught.value.exit_code == 3
+
+
+def test_the_engine_beside_a_sleeper_is_the_one_that_no_shell_wraps() -> None:
+    lines = ["bash -c sleep", "sh -c exec vllm serve", "sleep infinity", "python3 /usr/bin/vllm serve m", "vllm again"]
+    found = find_beside([Process(pid, "S", line) for pid, line in enumerate(lines)])
+    assert found is not None
+    assert found.pid == 3
+    assert find_beside([Process(1, "S", "nginx")]) is None
+
+
+def test_two_pairs_are_one_too_many() -> None:
+    facts = {role: replace(found, running=found.running * 2) for role, found in facts_of(read("vllm_by_hand")).items()}
+    with pytest.raises(SparkserveError, match="more than one pair"):
+        find_pair(facts)
+
+
+def test_the_rank_may_stand_in_the_environment() -> None:
+    running = facts_of(read("tensorfold_by_hand"))["worker"].running[0]
+    bare = replace(running, argv=("serve", "/model"), env={"NODE_RANK": "1"})
+    assert [rank.rank for rank in find_ranks([bare])] == [1]
+    assert find_ranks([replace(bare, env={})]) == []
+
+
+def test_every_family_tells_rank_and_meeting_place() -> None:
+    families = {family.label: set(family.flags.values()) for family in read_families()}
+    assert {"vllm", "sglang", "tensorfold"} <= families.keys()
+    for templates in families.values():
+        text = " ".join(templates)
+        assert all(name in text for name in ("${rank}", "${head.link.address}", "${ports.api}", "${model_name}"))
+
+
+@pytest.mark.parametrize("case", read_rows("takeover", "secrets"), ids=row_name)
+def test_secrets_are_found_by_name_and_by_look(case: dict[str, Any]) -> None:
+    running = facts_of(read("vllm_by_hand"))["head"].running[0]
+    running = replace(running, entrypoint=("vllm",), argv=tuple(case.get("argv", ())), env=case.get("env", {}))
+    assert find_secrets(running, "vllm") == case["found"]
+
+
+def test_one_name_for_two_values_is_told_apart() -> None:
+    assert name_apart([{"one": "HF_TOKEN"}, {"two": "HF_TOKEN", "one": "HF_TOKEN"}]) == {
+        "one": "HF_TOKEN",
+        "two": "HF_TOKEN__2",
+    }
+
+
+def test_words_are_laid_side_by_side_until_they_differ() -> None:
+    head = ["--a", "0", "${head.link.address}", "x", "0"]
+    worker = ["--a", "1", "${worker.link.address}", "y", "1"]
+    assert lay_together(head, worker) == (["--a", "${rank}", "${link.address}"], ["x", "0"], ["y", "1"])
+
+
+def test_texts_survive_being_written() -> None:
+    tables = {
+        "plain": 'a "quoted" \\ back\x7f\t\nline ünï',
+        "numbers": [1, 2.5, True],
+        "inner": {"odd key": "x", "list": [{"a": 1, "b": {"c": [""]}}, {"a": 2}], "empty": []},
+    }
+    assert tomllib.loads(to_toml(tables)) == tables
+    assert json.loads(json.dumps(tables)) == tables
