@@ -1,13 +1,17 @@
-"""A check-up of two healthy nodes of the lab: its time, with and without the proof of the cable, and its logins."""
+"""A check-up of two healthy nodes of the lab: its time, with and without the proof of the cable, its logins, and what
+a stream beside it loses."""
 
 from __future__ import annotations
 
 import compileall
 import statistics
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tests.bench.figures import Figure
+from tests.bench.stream import TOKENS_PER_SECOND, percent_lost
 from tests.lab.pair import SOURCE, Pair, paired
 
 RUNS = 5
@@ -27,6 +31,30 @@ def measure() -> Iterator[Figure]:
         proved = statistics.median(_seconds(pair, "--link") for _ in range(RUNS))
         yield Figure("doctor_link_seconds", proved, "s", 6.0)
         yield Figure("doctor_connections", logins, "connections", 1)
+        yield _lost_beside(pair)
+
+
+def _lost_beside(pair: Pair) -> Figure:
+    """Compare a stream with and without one check-up after the other beside it."""
+    pair.script_engine(load_seconds_first=0, load_seconds_later=0, decode_tokens_per_second=TOKENS_PER_SECOND)
+    if pair.ask("up")["exit_code"] != 0:
+        raise RuntimeError("the pair does not start")
+
+    @contextmanager
+    def examining() -> Iterator[None]:
+        ended = threading.Event()
+
+        def examine() -> None:
+            while not ended.is_set():
+                _seconds(pair)
+
+        thread = threading.Thread(target=examine)
+        thread.start()
+        yield
+        ended.set()
+        thread.join()
+
+    return Figure("tokens_lost_beside_doctor_percent", percent_lost(pair, examining), "%", 2.0)
 
 
 def _seconds(pair: Pair, *words: str) -> float:

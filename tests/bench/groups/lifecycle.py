@@ -10,15 +10,16 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tests.bench import peer
 from tests.bench.figures import Figure
+from tests.bench.stream import API, TOKENS_PER_SECOND, percent_lost
 from tests.e2e.watching import watching
 from tests.lab.node import LabNode
 from tests.lab.pair import SOURCE, Pair, paired
 
 RUNS = 5
-API = "http://127.0.0.1:8888"
 INSTANT = {"load_seconds_first": 0, "load_seconds_later": 0}
 
 
@@ -180,35 +181,21 @@ def _named_by_watch(pair: Pair) -> Figure:
 
 
 def _lost_by_watching(pair: Pair) -> Figure:
-    """Stream with and without anyone looking, by turns; the model's speed is set, so only disturbance can slow it."""
+    """Compare a stream with and without anyone looking."""
     pair.reset()
-    pair.script_engine(**INSTANT, decode_tokens_per_second=100)
+    pair.script_engine(**INSTANT, decode_tokens_per_second=TOKENS_PER_SECOND)
     _succeed(pair, "start")
-    alone, watched = [], []
-    for _ in range(3):
-        alone.append(_stream_rate(pair))
+
+    @contextmanager
+    def looking() -> Iterator[None]:
         argv = pair.command("status", "--watch")
         with watching(pair) as watch, pair.head.popen(argv, stdout=subprocess.DEVNULL) as status:
             watch.wait_for("running")
-            watched.append(_stream_rate(pair))
+            yield
             status.send_signal(signal.SIGINT)
             status.wait(20)
-    lost = 100 * (1 - statistics.median(watched) / statistics.median(alone))
-    return Figure("tokens_lost_while_watched_percent", max(lost, 0.0), "%", 2.0)
 
-
-def _stream_rate(pair: Pair, tokens: int = 800) -> float:
-    """Give the tokens per second of one streamed reply, from its first token to its last."""
-    request = {"model": "DeepSeek-V4.1-Flash-1017", "prompt": "Count.", "max_tokens": tokens, "ignore_eos": True}
-    pair.write("/home/spark/stream.json", json.dumps({**request, "stream": True, "temperature": 0}))
-    argv = ["curl", "-sfN", "-m", "60", f"{API}/v1/completions", "-H", "Content-Type: application/json"]
-    moments = []
-    with pair.head.popen([*argv, "-d", "@/home/spark/stream.json"], stdout=subprocess.PIPE) as curl:
-        assert curl.stdout is not None
-        for line in curl.stdout:
-            if line.startswith(b"data: {"):
-                moments.append(time.perf_counter())
-    return (tokens - 1) / (moments[-1] - moments[0])
+    return Figure("tokens_lost_while_watched_percent", percent_lost(pair, looking), "%", 2.0)
 
 
 def _beside_sparkrun(pair: Pair) -> Figure:

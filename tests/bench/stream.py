@@ -1,0 +1,40 @@
+"""How much slower a served stream gets while something else goes on."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from tests.lab.pair import HOME, Pair
+
+API = "http://127.0.0.1:8888"
+# Far below what the lab's engine could send: only a disturbance can make the stream slower.
+TOKENS_PER_SECOND = 100
+
+
+def percent_lost(pair: Pair, beside: Callable[[], AbstractContextManager[object]], rounds: int = 3) -> float:
+    """Stream with and without `beside` going on, by turns; gives the percentage of tokens per second that is lost."""
+    alone, disturbed = [], []
+    for _ in range(rounds):
+        alone.append(_stream_rate(pair))
+        with beside():
+            disturbed.append(_stream_rate(pair))
+    return max(100 * (1 - statistics.median(disturbed) / statistics.median(alone)), 0.0)
+
+
+def _stream_rate(pair: Pair, tokens: int = 800) -> float:
+    """Give the tokens per second of one streamed reply, from its first token to its last."""
+    request = {"model": "DeepSeek-V4.1-Flash-1017", "prompt": "Count.", "max_tokens": tokens, "ignore_eos": True}
+    pair.write(f"{HOME}/stream.json", json.dumps({**request, "stream": True, "temperature": 0}))
+    argv = ["curl", "-sfN", "-m", "60", f"{API}/v1/completions", "-H", "Content-Type: application/json"]
+    moments = []
+    with pair.head.popen([*argv, "-d", f"@{HOME}/stream.json"], stdout=subprocess.PIPE) as curl:
+        assert curl.stdout is not None
+        for line in curl.stdout:
+            if line.startswith(b"data: {"):
+                moments.append(time.perf_counter())
+    return (tokens - 1) / (moments[-1] - moments[0])
