@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import secrets
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from sparkserve import link
 from sparkserve.cluster import Node
 from sparkserve.errors import usage_error
 from sparkserve.hosts import LocalHost
-from sparkserve.parameters import LOOPBACK, api_address, decide_parameters, decide_ports
+from sparkserve.parameters import LOOPBACK, api_address, decide_parameters, decide_ports, read_api_key
 from sparkserve.recipe import Recipe
 from sparkserve.settings import Settings
 
@@ -38,6 +39,7 @@ def describe_access(settings: Settings, recipe: Recipe, user: str, addresses: tu
     port = decide_ports(settings, recipe).api
     base_url = f"{api_address(settings, recipe)}/v1"
     model = decide_parameters(settings, recipe).model_name
+    read_api_key(settings)  # or nobody could use what is shown
     key_file = Path.cwd() / settings.api_key_file.expanduser() if settings.api_key_file else None
     host = addresses[0] if addresses else "HEAD"
     is_local = settings.api_host.startswith(LOOPBACK)
@@ -78,7 +80,7 @@ def _curl(base_url: str, model: str, key_file: Path | None) -> str:
 
 def _python(base_url: str, model: str, key_file: Path | None) -> str:
     """Write a request for the OpenAI SDK, which wants a key even where none is looked at."""
-    key = f"Path({str(key_file)!r}).read_text().strip()" if key_file else '"none"'
+    key = f"Path({json.dumps(str(key_file))}).read_text().strip()" if key_file else '"none"'
     return "\n".join(
         [
             *(["from pathlib import Path", ""] if key_file else []),
@@ -86,7 +88,7 @@ def _python(base_url: str, model: str, key_file: Path | None) -> str:
             "",
             f'client = OpenAI(base_url="{base_url}", api_key={key})',
             f'messages = [{{"role": "user", "content": "{_QUESTION}"}}]',
-            f"reply = client.chat.completions.create(model={model!r}, messages=messages)",
+            f"reply = client.chat.completions.create(model={json.dumps(model)}, messages=messages)",
             "print(reply.choices[0].message.content)",
         ]
     )

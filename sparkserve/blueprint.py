@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from sparkserve import chat_template, derive, image
+from sparkserve import chat_template, derive, image, state_file
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role
 from sparkserve.container import ContainerSpec, LinkPlace, build_spec
 from sparkserve.errors import SparkserveError, usage_error
@@ -80,7 +80,8 @@ def _place(settings: Settings, role: Role, seen: Seen | None) -> Place:
     found = seen.nodes.get(role) if seen else None
     if found is None:
         return Place(home=str(Path.home()) if role == "head" else "<worker.home>", address=address)
-    if address and found.address != address:  # another cable, or another node: what was seen of it says nothing
+    is_record = bool(seen and seen.raw)  # whose addresses are replaced, and are never those of the settings
+    if address and found.address != address and not is_record:  # another cable: what was seen of it says nothing
         return Place(home=found.home, adopted=found.adopted, address=address)
     return found
 
@@ -112,18 +113,36 @@ def see_node(node: Node, link: LinkPlace) -> Place:
 
 def save_facts(path: Path, seen: Seen) -> None:
     """Keep facts for plans without hosts."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    beside = path.with_suffix(".new")
-    beside.write_text(seen.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    beside.replace(path)
+    try:
+        state_file.write(path, seen.model_dump(mode="json"), indent=1)
+    except OSError as error:
+        hint = "look at the room, owner and mode of that path, or name another"
+        raise SparkserveError("facts_unwritable", f"cannot write {path}: {error.strerror}", hint, "head") from error
+
+
+def refuse_other_file(path: Path) -> None:
+    """Keep facts from being written over what is no file of facts."""
+    hint = "nothing was written; name a new file"
+    if not path.is_file():
+        if path.exists():
+            raise usage_error("facts_broken", f"{path} is no file", hint)
+        return
+    try:
+        load_facts(path)
+    except SparkserveError as error:
+        error.hint = hint
+        raise
 
 
 def load_facts(path: Path) -> Seen:
     """Read facts that were kept."""
     try:
-        return Seen.model_validate_json(path.read_text(encoding="utf-8"))
+        seen = Seen.model_validate_json(path.read_text(encoding="utf-8"))
+        if not seen.nodes:
+            raise ValueError("no node")
     except OSError as error:
         raise usage_error("facts_unreadable", f"cannot read {path}: {error.strerror}", "look at --facts") from error
-    except (UnicodeDecodeError, ValidationError) as error:
+    except ValueError as error:  # no UTF-8, not of this form, or of no node
         message = f"{path} holds no facts of a pair"
         raise usage_error("facts_broken", message, "sparkserve plan --live") from error
+    return seen

@@ -51,7 +51,7 @@ class Subject:
     """All that the checks judge: what is wanted, and what was seen of the nodes that could be looked at.
 
     `rooted` are the nodes that need root for what is planned, and whether their sudo password is known; None where
-    nothing is planned.
+    nothing is planned. `unread_key` says why the API's key cannot be read.
     """
 
     settings: Settings
@@ -60,6 +60,7 @@ class Subject:
     links: Mapping[Role, LinkFacts] = field(default_factory=dict)
     needs: tuple[DiskNeed, ...] = ()
     rooted: Mapping[Role, bool] | None = None
+    unread_key: SparkserveError | None = None
 
     @property
     def uses_rdma(self) -> bool:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
-from sparkserve import __version__, cli_doctor, cli_link, cli_operate, cli_recipes, cli_setup, cli_weights
+from sparkserve import __version__, cli_doctor, cli_link, cli_operate, cli_recipes, cli_setup, cli_weights, signals
 from sparkserve.command_line import Check, Common, DryRun, Recipe, SkipCheck, app, command, interrupted, session
-from sparkserve.errors import EXIT_CHANGES, EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, SparkserveError
-from sparkserve.output import Mode, Output, end_streams, open_closed_streams
+from sparkserve.errors import EXIT_CHANGES, EXIT_FAILED, EXIT_USAGE, SparkserveError
+from sparkserve.output import Mode, Output, end_streams, open_streams
 
 __all__ = ["app", "main"]
 
@@ -26,12 +24,6 @@ app.add_typer(cli_setup.key, name="key")
 
 cli_setup.register()
 cli_doctor.register()
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, handled as Ctrl-C is, with its own exit code."""
-
-    exit_code = EXIT_TERMINATED
 
 
 @command("sparkserve config; sparkserve config --json")
@@ -317,17 +309,11 @@ def root(
         raise typer.Exit(EXIT_USAGE)
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    del number, frame
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
     words = sys.argv[1:] if arguments is None else arguments
-    open_closed_streams()
-    signal.signal(signal.SIGTERM, _terminate)
+    signals.watch()
+    open_streams()
     try:
         code = _run(words)
     except OSError:  # nobody takes the error either

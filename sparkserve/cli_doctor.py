@@ -19,6 +19,7 @@ def doctor(  # noqa: PLR0913 - one for each option
     fix: Annotated[bool, typer.Option("--fix", help="Do what is safe, after asking.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it without being asked.")] = False,
     record: Annotated[Path | None, typer.Option("--record", help="Write the facts, without names.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show the checks that are in order, too.")] = False,
     recipe: Recipe = None,
 ) -> None:
     """Check both nodes: all that a start needs.
@@ -42,9 +43,8 @@ def doctor(  # noqa: PLR0913 - one for each option
     found = story.examine(run, proves_link=link, record=record)
     if fix:
         found = repair(run, found, lambda question: yes or output.ask(question), output.ask)
-    output.result(
-        "doctor", doctor_tables.report_data(found), *doctor_tables.report_view(found), exit_code=found.exit_code
-    )
+    view = doctor_tables.report_view(found, shows_all=everything)
+    output.result("doctor", doctor_tables.report_data(found), *view, exit_code=found.exit_code)
     raise typer.Exit(found.exit_code)
 
 

@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparkserve.command_line import Common, Recipe, command, session
+from sparkserve.errors import EXIT_NOT_READY
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from sparkserve.operations import Cable
+    from sparkserve.output import Output
+
+
+_NO_ADDRESSES = (
+    "No port of the cable has an address in one network on both nodes. Give it one by netplan: "
+    "10.100.8.1/24 on the head and 10.100.8.2/24 on the worker, MTU 9000 on both."
+)
 
 
 def link(
@@ -33,8 +41,9 @@ def link(
     output = common.output
     wanted = FLOOR_GBPS if floor is None else floor
     found = operations.see_cable(session(common, "link", output, recipe=recipe), floor=wanted if prove else None)
-    code = tables.proofs_exit_code(found.checks)
-    output.result("link", found, *_view(found, plain=not output.can_draw), exit_code=code)
+    has_way = found.proposals or all(link.interface for link in found.links.values())
+    code = tables.proofs_exit_code(found.checks) or (0 if has_way else EXIT_NOT_READY)
+    output.result("link", found, *_view(found, output), exit_code=code)
     raise typer.Exit(code)
 
 
@@ -43,10 +52,11 @@ def register() -> None:
     command("sparkserve link; sparkserve link --prove; sparkserve link --prove --floor 50")(link)
 
 
-def _view(found: Cable, *, plain: bool) -> Iterator[Table | str]:
-    from sparkserve.link_picture import draw
+def _view(found: Cable, output: Output) -> Iterator[Table | str]:
+    from sparkserve.link_picture import WIDTH, draw
 
-    yield draw(found.names, found.links, found.management, plain=plain)
+    width = output.width or WIDTH
+    yield draw(found.names, found.links, found.management, plain=not output.can_draw, width=width)
     if found.odd:
         yield "\n".join(["", *(f"  - {line}" for line in found.odd)])
     if not all(link.interface for link in found.links.values()):
@@ -54,12 +64,12 @@ def _view(found: Cable, *, plain: bool) -> Iterator[Table | str]:
     if found.checks:
         yield ""
         yield _checks_table(found)
-        yield from (f"hint ({check.id}): {check.hint}" for check in found.checks if check.verdict != "ok")
+        yield from dict.fromkeys(f"hint ({check.id}): {check.hint}" for check in found.checks if check.verdict != "ok")
 
 
 def _choices(found: Cable) -> Iterator[str]:
     if not found.proposals:
-        yield "No two interfaces of the nodes are in one network: docs/network.md tells how to give them addresses."
+        yield _NO_ADDRESSES
     for one in found.proposals:
         yield f"SPARKSERVE_HEAD_LINK={one.head_address}"
         yield f"SPARKSERVE_WORKER_LINK={one.worker_address}"

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from sparkserve.command_line import Common, Recipe, command, session
+from sparkserve.errors import usage_error
 
 key = typer.Typer(help="Make the key that API clients must send.", rich_markup_mode=None, no_args_is_help=True)
 
@@ -43,14 +44,14 @@ def init(  # noqa: PLR0913 - one for each option
 
     output = common.output
     output.takes_defaults = yes
-    flags = {"worker": worker or address, "recipe": recipe, "models_dir": models_dir}
+    flags = {"worker": _one_worker(address, worker), "recipe": recipe, "models_dir": models_dir}
     flags |= {"head_link": head_link, "worker_link": worker_link}
     environment = process_environment()
     wish = setup.Wish(common.env_file, flags, environment, accept_host_key, force, from_running)
     found = setup.init(wish, output, lambda seen: output.show(setup_tables.seen_table(seen)))
     data = setup_tables.setup_data(found)
     if from_running:
-        taken = takeover_story.take_over(found.env_file, environment, recipe_dir, force=force)
+        taken = takeover_story.take_over(found.loaded, found.text, recipe_dir, force=force)
         found.notes += taken.notes
         data["taken_over"], hint = taken, "plan --against-running"
         views = takeover_tables.taken_view(taken)
@@ -64,6 +65,12 @@ def init(  # noqa: PLR0913 - one for each option
     output.say(f"hint: sparkserve {hint}")
 
 
+def _one_worker(address: str | None, option: str | None) -> str | None:
+    if None not in (address, option) and address != option:
+        raise usage_error("worker_twice", f"{address} and {option} are both named as the worker", "name one")
+    return address if option is None else option
+
+
 @command("sparkserve key new; sparkserve key new --set", key)
 def new(
     common: Common,
@@ -73,18 +80,27 @@ def new(
 ) -> None:
     """Make a key file (mode 0600) for the API.
 
-    An API that others can reach needs one. The key is not shown; `sparkserve connect --show-key` does that.
+    An API that others can reach needs one. With --set a key that is there is kept, and only its line is put.
+    The key is not shown; `sparkserve connect --show-key` does that.
     """
     from sparkserve import api_client, env_file
-    from sparkserve.settings import variable_name
+    from sparkserve.settings import read_secret, variable_name
 
     path = (file.expanduser() if file else common.env_file.with_name("api-key")).absolute()
-    api_client.make_key(path)
+    is_kept = put and path.exists()
+    if put:
+        env_file.read_text(common.env_file)  # no key is left behind for a file that cannot name it
+    if is_kept:
+        read_secret(path, "key of the API")
+    else:
+        api_client.make_key(path)
     line = f"{variable_name('api_key_file')}={path}"
     if put:
         env_file.set_line(common.env_file, "api_key_file", str(path))
-    shown = f"{path} is written" + (f", and {common.env_file} names it" if put else "; the line for .env:")
-    common.output.result("key", {"path": path, "line": line, "set": put}, shown, *([] if put else [line]))
+    named = f", and {common.env_file} names it" if put else "; the line for .env:"
+    data = {"path": path, "line": line, "set": put, "kept": is_kept}
+    shown = f"{path} is {'kept' if is_kept else 'written'}{named}"
+    common.output.result("key", data, shown, *([] if put else [line]))
 
 
 def connect(

@@ -335,8 +335,7 @@ def connect(settings: Settings, *, lenient: bool = False) -> Iterator[Cluster]:
 def require_worker(settings: Settings) -> None:
     """Refuse settings that name no second machine, before anything is looked up for them."""
     if not settings.worker:
-        hint = "write SPARKSERVE_WORKER=user@address to .env, in the directory where you type the command"
-        raise usage_error("worker_unset", "SPARKSERVE_WORKER is not set", hint)
+        raise usage_error("worker_unset", "SPARKSERVE_WORKER is not set", "sparkserve init")
 
 
 def _worker_host(settings: Settings, *, lenient: bool) -> Host:

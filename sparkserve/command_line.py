@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sparkserve import signals
 from sparkserve.errors import SparkserveError
 from sparkserve.output import Mode, Output
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="sparkserve",
     help="Serve one large model across two NVIDIA DGX Spark as one OpenAI-compatible endpoint, and prove every step.",
-    epilog="Start here: sparkserve up --dry-run",
+    epilog="Start here: sparkserve init",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -80,6 +81,7 @@ def command(examples: str, group: typer.Typer = app) -> Callable[[Callable[..., 
                 logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(name)s %(message)s")
                 logging.getLogger("paramiko").setLevel(logging.WARNING)
             try:
+                signals.begin()
                 return function(common, **values)
             except KeyboardInterrupt as error:  # Typer would end the program without a word of ours
                 raise interrupted(name, error) from error

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sparkserve import blueprint, image, image_facts, link, lock, preflight, system, weights
@@ -17,7 +18,8 @@ from sparkserve.lifecycle import Session
 from sparkserve.link_proof import FLOOR_GBPS
 from sparkserve.operations import prove_cable
 from sparkserve.pair_checks import Difference, compare
-from sparkserve.parameters import decide_ports
+from sparkserve.parameters import decide_ports, read_api_key
+from sparkserve.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class _Look:
 def examine(session: Session, *, proves_link: bool = False, record: Path | None = None) -> Report:
     """Look at both nodes and judge; a worker that cannot be reached leaves the head's checks and the reason."""
     begun = time.monotonic()
+    if record:
+        blueprint.refuse_other_file(record)
     with connect(session.settings, lenient=True) as cluster:
         recorders: dict[Role, Recorder] | None = {} if record else None
         known = _read_lock(session)
@@ -59,7 +63,8 @@ def examine(session: Session, *, proves_link: bool = False, record: Path | None 
         looks, unseen = cluster.try_both(lambda node: _look(node, deployment, recorders))
         subject = _find_cable(session, cluster, looks)
         checks = [*_reached(session, unseen), *preflight.judge(subject)]
-        if proves_link and not unseen:
+        can_prove = not unseen and not subject.unread_key and all(end.interface for end in subject.links.values())
+        if proves_link and can_prove:
             checks += prove_cable(session, cluster, dict(subject.links), FLOOR_GBPS)
         differences = compare(subject)
         if differences:
@@ -68,6 +73,8 @@ def examine(session: Session, *, proves_link: bool = False, record: Path | None 
             ends = {**{role: look.link for role, look in looks.items()}, **subject.links}
             places = {role: blueprint.see_node(cluster.node(role), end) for role, end in ends.items()}
             write_record(record, deployment, places, recorders)
+    again = f"sparkserve doctor{_given(session)}"
+    checks = [replace(check, hint=check.advice.replace("sparkserve doctor", again)) for check in checks]
     return Report(tuple(checks), tuple(differences), unseen, time.monotonic() - begun, str(record or ""))
 
 
@@ -100,12 +107,10 @@ def _look(node: Node, deployment: Deployment, recorders: dict[Role, Recorder] | 
 
 
 def _find_cable(session: Session, cluster: Cluster, looks: Mapping[Role, _Look]) -> Subject:
-    """Put together what is judged; where no settings name the cable of this worker, the likeliest one is taken."""
-    settings = session.settings
+    """Put together what is judged; a worker without any settings is looked at over the likeliest cable."""
+    settings, loaded = session.settings, session.loaded
     links = {role: look.link for role, look in looks.items()}
-    is_named = bool(settings.head_link and settings.worker_link)
-    if session.loaded.sources["worker"] == "flag":  # the settings may be those of another worker
-        is_named = all(one.interface for one in links.values())
+    is_named = loaded.sources["worker"] != "flag" or loaded.env_file.exists() or settings.head_link
     if not is_named and len(links) < len(ROLES):
         links = {}  # which interface it is, both nodes have to say
     proposals = link.propose(links) if links and not is_named else []
@@ -117,9 +122,16 @@ def _find_cable(session: Session, cluster: Cluster, looks: Mapping[Role, _Look])
             node.settings = settings
         links = cluster.on_both(link.gather)
     facts = {role: look.system for role, look in looks.items()}
-    return Subject(
-        settings, session.recipe, facts, links, tuple(need for look in looks.values() for need in look.needs)
-    )
+    needs = tuple(need for look in looks.values() for need in look.needs)
+    return Subject(settings, session.recipe, facts, links, needs, unread_key=_try_key(settings))
+
+
+def _try_key(settings: Settings) -> SparkserveError | None:
+    try:
+        read_api_key(settings)
+    except SparkserveError as error:
+        return error
+    return None
 
 
 def _reached(session: Session, unseen: Mapping[Role, SparkserveError]) -> list[Check]:
@@ -135,3 +147,18 @@ def _reached(session: Session, unseen: Mapping[Role, SparkserveError]) -> list[C
             name = "python" if error.code == "python_missing" else "reach"
             checks.append(Check(name, role, "unseen", error.message, needed, error.hint))
     return checks
+
+
+def _given(session: Session) -> str:
+    """Give the words of this command that a command in a hint needs, too."""
+    loaded = session.loaded
+    flags = {"": "worker", "-r": "recipe"}
+    words = [
+        word
+        for flag, name in flags.items()
+        if loaded.sources[name] == "flag"
+        for word in (flag, getattr(loaded.settings, name))
+    ]
+    if loaded.env_file != Path(".env"):
+        words += ["-e", str(loaded.env_file)]
+    return "".join(f" {shlex.quote(word)}" for word in words if word)

@@ -13,7 +13,7 @@ from sparkserve.blueprint import Place, Seen, save_facts
 from sparkserve.cluster import Deployment, Node, NodeSession, Role
 from sparkserve.container import OWNER, OWNER_LABEL
 from sparkserve.hosts import mask
-from sparkserve.planning import secrets_of
+from sparkserve.parameters import secrets_to_mask
 
 _MOUNTS = "/proc/mounts"
 _INFO = ("ServerVersion", "DockerRootDir", "Driver", "Runtimes")
@@ -92,7 +92,7 @@ def write_record(
     """Write what was seen, without what tells whose it is; `plan --facts` and our own tests read it."""
     raw = {role: recorders[role].raw for role in places}
     seen = Seen(seconds=time.time(), nodes=dict(places), raw=raw)
-    text = mask(seen.model_dump_json(), secrets_of(deployment))
+    text = mask(seen.model_dump_json(), secrets_to_mask(deployment.settings))
     words = _names(raw, deployment.settings.worker)
     save_facts(path, Seen.model_validate_json(anonymize(text, words)))
 

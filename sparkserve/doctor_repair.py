@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from sparkserve import engine, lifecycle, ssh_trust, tuning
 from sparkserve.checks import Check
-from sparkserve.cluster import Cluster, connect
+from sparkserve.cluster import Cluster, Role, connect
 from sparkserve.doctor import Report, examine
 from sparkserve.lifecycle import Session
+from sparkserve.settings import Settings
 
 _MAKES_DIRECTORY = "sudo install -d "
 _TOOLS = ("true", "mkdir", "tee", "mv", "rm", "sysctl")
@@ -56,8 +58,19 @@ def _do(session: Session, cluster: Cluster, check: Check) -> str:
     file = session.state / f"sudoers-{node.role}"
     session.state.mkdir(parents=True, exist_ok=True, mode=0o700)
     cluster.head.host.write(file, text.encode(), 0o600)
-    way, name = ("", file) if node.role == "head" else (f"scp {file} {session.settings.worker}: and there ", file.name)
-    return f"{file} is written; read it, then {way}sudo install -m 440 {name} /etc/sudoers.d/sparkserve"
+    return f"{file} is written; read it, then: {_install_rule(session.settings, node.role, file)}"
+
+
+def _install_rule(settings: Settings, role: Role, file: Path) -> str:
+    """Give the command line, to be typed on the head, that puts a rule where sudo reads it."""
+    install = "sudo install -m 440 {} /etc/sudoers.d/sparkserve".format
+    if role == "head":
+        return install(shlex.quote(str(file)))
+    words = ["-P", str(settings.ssh_port)] if settings.ssh_port else []
+    words += ["-i", str(settings.ssh_key.expanduser())] if settings.ssh_key else []
+    copy = shlex.join(["scp", *words, str(file), f"{settings.worker}:"])
+    words = ["-p" if word == "-P" else word for word in words]
+    return f"{copy} && {shlex.join(['ssh', '-t', *words, settings.worker, install(file.name)])}"
 
 
 def sudo_rule(user: str, paths: Mapping[str, str | None], sysctls: Mapping[str, str]) -> str:

@@ -32,13 +32,18 @@ def report_data(report: Report) -> dict[str, Any]:
     }
 
 
-def report_view(report: Report) -> Iterator[Table | str]:
-    """Show a check-up: the checks, what puts right what is not, what differs between the nodes, and the verdict."""
-    yield _checks_table(report.checks)
-    yield ""
-    wrong = [check for check in report.checks if check.verdict != "ok" and check.advice]
-    for check in sorted(wrong, key=lambda check: _ORDER.index(check.verdict)):
-        yield f"{check.id}{f' ({check.node})' if check.node else ''}: {check.advice}"
+def report_view(report: Report, *, shows_all: bool = False) -> Iterator[Table | str]:
+    """Show a check-up: what is not in order (or all), what puts it right, what differs, and the verdict."""
+    table = _checks_table(report.checks, shows_all=shows_all)
+    if table.row_count:
+        yield from (table, "")
+    advised: dict[tuple[str, str], list[str]] = {}
+    for check in sorted(report.checks, key=lambda check: _ORDER.index(check.verdict)):
+        if check.verdict != "ok" and check.advice:
+            advised.setdefault((check.id, check.advice), []).append(check.node)
+    for (name, advice), nodes in advised.items():
+        where = f" ({', '.join(nodes)})" if any(nodes) else ""
+        yield f"{name}{where}: {advice}"
     different = [one for one in report.differences if not one.same]
     if different:
         table = make_table("differs", "head", "worker")
@@ -51,9 +56,9 @@ def report_view(report: Report) -> Iterator[Table | str]:
 
 
 def short_view(report: Report) -> Iterator[str]:
-    """Show only what fails or could not be looked at, then the verdict."""
+    """Show only what is not in order or could not be looked at, then the verdict."""
     for check in report.checks:
-        if check.verdict in ("fail", "unseen"):
+        if check.verdict in ("warn", "fail", "unseen"):
             where = f" ({check.node})" if check.node else ""
             yield f"{check.id}{where}: {check.observed}; needed: {check.needed}"
     yield f"doctor: {summary(report)}"
@@ -67,7 +72,7 @@ def summary(report: Report) -> str:
     return ", ".join([*unseen, *parts])
 
 
-def _checks_table(checks: Sequence[Check]) -> Table:
+def _checks_table(checks: Sequence[Check], *, shows_all: bool) -> Table:
     """Put the checks of both nodes side by side; a row is as bad as its worse half, and those of the pair span both."""
     rows: dict[tuple[str, int], dict[str, Check]] = {}
     seen: Counter[tuple[str, str]] = Counter()
@@ -76,7 +81,9 @@ def _checks_table(checks: Sequence[Check]) -> Table:
         seen[check.id, check.node] += 1
     table = make_table("verdict", "check", "head", "worker", "needed")
     worst = {key: min(_ORDER.index(one.verdict) for one in row.values()) for key, row in rows.items()}
-    for key in sorted(rows, key=worst.__getitem__):
+    table.columns[1].no_wrap = True  # an id is pasted to --explain
+    shown = [key for key in rows if shows_all or _ORDER[worst[key]] != "ok"]
+    for key in sorted(shown, key=worst.__getitem__):
         row, verdict = rows[key], _ORDER[worst[key]]
         cells = [_cell(row[node]) if node in row else Text() for node in ("head", "worker")]
         if "" in row:

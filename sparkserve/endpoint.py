@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import SecretStr
 
 from sparkserve.hosts import mask
-from sparkserve.parameters import api_address, decide_parameters
+from sparkserve.parameters import api_address, decide_parameters, read_api_key
 from sparkserve.recipe import Recipe
 from sparkserve.replies import Completion, EndpointError, StreamedReply, garbled, parse_metrics, picked, read_whole
-from sparkserve.settings import Settings, read_secret
+from sparkserve.settings import Settings
 
 if TYPE_CHECKING:
     import httpx
@@ -131,8 +131,8 @@ class Endpoint:
 
 def open_endpoint(settings: Settings, recipe: Recipe) -> Endpoint:
     """Give the API as the settings and the recipe advertise it; nothing is sent yet."""
-    key = read_secret(settings.api_key_file, "key of the API") if settings.api_key_file else None
-    return Endpoint(api_address(settings, recipe), decide_parameters(settings, recipe).model_name, key)
+    name = decide_parameters(settings, recipe).model_name
+    return Endpoint(api_address(settings, recipe), name, read_api_key(settings))
 
 
 @contextlib.contextmanager

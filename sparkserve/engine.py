@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role
 from sparkserve.container import ContainerSpec, check_resolved, with_secrets
@@ -16,6 +17,7 @@ from sparkserve.engine_stop import Stopping, abandon, stop
 from sparkserve.engine_watch import Launch, wait_until_ready
 from sparkserve.errors import EXIT_NOT_READY, Failures, SparkserveError
 from sparkserve.plan import ApplyReport, Change, Work, key_of
+from sparkserve.settings import read_secret
 
 __all__ = ["Facts", "Launch", "gather", "new_run", "plan", "plan_stop"]
 STEP = "start"
@@ -171,14 +173,13 @@ def look_at_sources(node: Node, specs: Mapping[Role, ContainerSpec]) -> dict[str
 def prepare_memory(deployment: Deployment, launch: Launch, *, just_ended: bool) -> str:
     """Give the driver free pages, since it takes no cached ones, and look that both nodes have what a rank needs.
 
-    Pages are dropped only where root is ours without a password. Where a pair has just ended, memory may still be on
-    its way back: that it is short is told then, and no reason to leave the owner without any pair.
+    Pages are dropped only where root is ours without asking a person. Where a pair has just ended, memory may still
+    be on its way back: that it is short is told then, and no reason to leave the owner without any pair.
     """
     needed = 0 if "memory" in launch.skipped_checks else deployment.recipe.memory.required_gib
 
     def drop(node: Node) -> tuple[bool, float]:
-        as_root = [] if node.identity["uid"] == 0 else ["sudo", "-n", "--"]
-        dropped = node.host.run([*as_root, "tee", DROP_CACHES], stdin=b"3\n", check=False).exit_code == 0
+        dropped = _drop_caches(node, deployment.settings.sudo_password_file)
         meminfo = node.session.ask("facts", files=[_MEMINFO])["files"][_MEMINFO] or ""
         return dropped, parse_memory(meminfo).available / 2**30
 
@@ -199,6 +200,22 @@ def prepare_memory(deployment: Deployment, launch: Launch, *, just_ended: bool) 
     kept = [role for role, (dropped, _) in found.items() if not dropped]
     pages = f"page cache kept on {' and '.join(kept)}: sudo asks for a password" if kept else "page caches dropped"
     return "; ".join([pages, *map(str, short)])
+
+
+def _drop_caches(node: Node, password_file: Path | None) -> bool:
+    """Whether the pages could be dropped; a password that is missing or wrong is no reason to fail."""
+    argv = ["tee", DROP_CACHES]
+    as_root = [] if node.identity["uid"] == 0 else ["sudo", "-n", "--"]
+    if node.host.run([*as_root, *argv], stdin=b"3\n", check=False).exit_code == 0:
+        return True
+    try:
+        if node.host.sudo_password is None and password_file is not None:
+            node.host.sudo_password = read_secret(password_file, "the sudo password")
+        if node.host.sudo_password is not None:
+            node.host.sudo(argv, stdin=b"3\n")
+    except SparkserveError:
+        return False
+    return node.host.sudo_password is not None
 
 
 def has_removed(report: ApplyReport) -> bool:

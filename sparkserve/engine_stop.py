@@ -69,7 +69,7 @@ class StopReport:
             return "nothing of ours was running"
         freed = sum(after - before for before, after in self.memory.values())
         names = ", ".join(f"{ended.name} on {ended.role} ({ended.how}, {ended.seconds:.1f} s)" for ended in self.ended)
-        return f"{names}; nothing of ours is left; {freed / 2**30:+.1f} GiB available"
+        return f"{names}; nothing of ours is left; {freed / 2**30:+.1f} GiB available on both nodes together"
 
 
 def stop(cluster: Cluster, stopping: Stopping) -> StopReport:

@@ -57,5 +57,15 @@ def put(text: str, name: str, value: str) -> str:
 
 def set_line(path: Path, name: str, value: str) -> None:
     """Set one setting in a settings file, replaced as a whole; a new file can be read by its owner only."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    LocalHost("head").write(path.resolve(), put(text, name, value).encode(), 0o600)
+    LocalHost("head").write(path.resolve(), put(read_text(path), name, value).encode(), 0o600)
+
+
+def read_text(path: Path) -> str:
+    """Give the text of a settings file; empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise usage_error("settings_unreadable", f"cannot read {path}: {reason}", f"look at `{path}`") from error

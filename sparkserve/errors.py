@@ -13,7 +13,6 @@ EXIT_CHANGES = 4
 EXIT_NOT_RUNNING = 5
 EXIT_COULD_NOT_LOOK = 6
 EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
 # What keeps a node from asking its Docker engine: what that means, and what to type there.
 DOCKER_PROBLEMS = {
     "missing": (

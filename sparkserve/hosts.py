@@ -25,7 +25,7 @@ log = logging.getLogger("sparkserve.hosts")
 
 # A constant script; path and mode arrive as its arguments, the content on stdin. The rename makes it all or nothing.
 # A cut connection ends stdin too: only a file of the whole size may take its name.
-_WRITE_SCRIPT = """set -e; t="$1.sparkserve-new"; (umask 077; cat > "$t")
+_WRITE_SCRIPT = """set -e; t="$1.sparkserve-new"; trap 'rm -f -- "$t"' EXIT; (umask 077; cat > "$t")
 [ "$(wc -c < "$t")" -eq "$3" ]; chmod -- "$2" "$t"; sync -- "$t"; mv -fT -- "$t" "$1\""""
 
 
@@ -121,7 +121,11 @@ class Host(ABC):
 
     def write(self, path: str | Path, content: bytes, mode: int = 0o644) -> None:
         """Write a file beside its goal and rename it, so that nobody meets half of it."""
-        self.run(write_argv(path, mode, len(content)), stdin=content)
+        done = self.run(write_argv(path, mode, len(content)), stdin=content, check=False)
+        if done.exit_code != 0:
+            reason = done.error_text.rpartition(": ")[2] or "not all of it arrived"
+            hint = f"look whether its directory is there, who may write to it, and `df {Path(path).parent}`"
+            raise SparkserveError("file_unwritable", f"cannot write {path}: {reason}", hint, self.name)
 
     def asks_sudo_password(self) -> bool:
         """Whether sudo wants a password here; root is not asked."""

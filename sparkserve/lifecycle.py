@@ -172,12 +172,20 @@ def lock_sources(session: Session, *, update: bool, dry_run: bool) -> Locked:
     return Locked(found, rows, session.lock_file, is_new and not dry_run, differences)
 
 
+def require_lock(session: Session) -> lock.Lock:
+    """Give the lock that is there; nothing is resolved."""
+    found = lock.read_lock(session.lock_file, session.recipe, session.settings)
+    if found is None:
+        raise usage_error("lock_missing", f"there is no {session.lock_file}", "sparkserve lock")
+    return found
+
+
 @contextmanager
 def deployed(session: Session, *, offline: bool = False) -> Iterator[tuple[Deployment, bool]]:
     """Resolve what is wanted and connect to both nodes; tells whether the lock still has to be written."""
     require_worker(session.settings)
-    if offline and lock.read_lock(session.lock_file, session.recipe, session.settings) is None:
-        raise usage_error("lock_missing", f"there is no {session.lock_file}", "sparkserve lock")
+    if offline:
+        require_lock(session)
     found, is_new = resolve_lock(session)
     with connect(session.settings) as cluster:
         yield Deployment(session.settings, session.recipe, found, cluster, session.build_options), is_new

@@ -236,10 +236,20 @@ def _ends(facts: LinkFacts) -> list[tuple[Interface, str, str]]:
     """List interface, address and network of all that may be an end of the cable."""
     return [
         (item, address, network)
-        for item in facts.interfaces
-        if item.up and not item.soft and not item.wireless and item.name not in facts.default_routes
+        for item in _ports(facts)
         for address, network in zip(item.addresses, item.networks, strict=True)
     ]
+
+
+def _ports(facts: LinkFacts) -> list[Interface]:
+    own = [item for item in facts.interfaces if item.up and not item.soft and not item.wireless]
+    return [item for item in own if item.name not in facts.default_routes]
+
+
+def likely_port(facts: LinkFacts) -> str:
+    """Name the port that the cable is probably in, whether it has an address or not; empty where none is fit."""
+    ports = sorted(_ports(facts), key=lambda item: (not _can_rdma(facts, item), bool(item.addresses), len(item.name)))
+    return ports[0].name if ports else ""
 
 
 def _proposal(ours: tuple[LinkFacts, Interface, str, str], theirs: tuple[LinkFacts, Interface, str, str]) -> Proposal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -12,8 +13,9 @@ from sparkserve.cluster import ROLES, Role
 if TYPE_CHECKING:
     from sparkserve.link import Interface, LinkFacts, Management
 
+WIDTH = 100
+_NARROWEST = 76
 _GAP = 6
-_INNER = 43  # two boxes of this and two of frame and blank each side, and the gap: 100 columns
 _ASCII = str.maketrans("┌┐└┘├┤╞╡─│═…", "++++++++-|=~")
 _PORT = re.compile(r"f\d+(?:np(\d+))?$")
 _LEGEND = """
@@ -22,18 +24,33 @@ _LEGEND = """
 
 
 def draw(
-    names: Mapping[Role, str], links: Mapping[Role, LinkFacts], management: Mapping[Role, Management], *, plain: bool
+    names: Mapping[Role, str],
+    links: Mapping[Role, LinkFacts],
+    management: Mapping[Role, Management],
+    *,
+    plain: bool,
+    width: int = WIDTH,
 ) -> str:
-    """Draw both nodes side by side: the cable's two halves, the other ports, management; `plain` is ASCII only."""
+    """Draw the cable's two halves, the other ports and management of both nodes; `plain` is ASCII only.
+
+    The nodes stand side by side in `width` columns; where that is too narrow each is a list.
+    """
+    titles = [f"{role}: {names[role]}" for role in ROLES]
     sections = [_sections(links[role], management[role]) for role in ROLES]
-    lines = [_edge("┌┐", [f"{role}: {names[role]}" for role in ROLES])]
+    if width < _NARROWEST:
+        lists = zip(titles, sections, strict=True)
+        return "\n".join(
+            line for title, parts in lists for line in (title, *(f"  {row}" for part in parts for row in part))
+        )
+    inner = (min(width, WIDTH) - _GAP) // 2 - 4  # a box has two of frame and blank each side
     is_joined = share_network(*(links[role] for role in ROLES))
+    lines = [_edge("┌┐", titles, inner)]
     for number, (ours, theirs) in enumerate(zip(*sections, strict=True)):
         joint = _JOINTS[number] if ours and theirs and (is_joined or "═" not in _JOINTS[number]) else "│ │"
-        for row, texts in enumerate(zip_longest(ours, theirs, fillvalue="")):
-            lines.append(_row(texts, "│ │" if row else joint))
+        for row, texts in enumerate(zip_longest(_fold(ours, inner), _fold(theirs, inner), fillvalue="")):
+            lines.append(_row(texts, "│ │" if row else joint, inner))
     ends = [management[role].address for role in ROLES]
-    lines += [_edge("└┘", ["", ""]), _LEGEND.format(way=", {} to {}".format(*ends) if all(ends) else "")]
+    lines += [_edge("└┘", ["", ""], inner), _LEGEND.format(way=", {} to {}".format(*ends) if all(ends) else "")]
     text = "\n".join(lines)
     return text.translate(_ASCII) if plain else text
 
@@ -105,18 +122,21 @@ def port_name(interface: str) -> str:
     return f"port {match[1] or match[0][1:]}" if match else ""
 
 
-def _edge(corners: str, titles: Sequence[str]) -> str:
+def _edge(corners: str, titles: Sequence[str], inner: int) -> str:
     left, right = corners[0], corners[1]
-    boxes = [
-        left + (f"─ {_cut(title, _INNER - 2)} " if title else "").ljust(_INNER + 2, "─") + right for title in titles
-    ]
+    boxes = [left + (f"─ {_cut(title, inner - 2)} " if title else "").ljust(inner + 2, "─") + right for title in titles]
     return (" " * _GAP).join(boxes)
 
 
-def _row(texts: Sequence[str], joint: str) -> str:
-    ours, theirs = (_cut(text, _INNER).ljust(_INNER) for text in texts)
+def _row(texts: Sequence[str], joint: str, inner: int) -> str:
+    ours, theirs = (text.ljust(inner) for text in texts)
     left, middle, right = joint[0], joint[1], joint[2]
     return f"│ {ours} {left}{middle * _GAP}{right} {theirs} │"
+
+
+def _fold(lines: Sequence[str], inner: int) -> list[str]:
+    """Break what is too long for a box; nothing is left out."""
+    return [part for line in lines for part in textwrap.wrap(line, inner, subsequent_indent=" " * 6)]
 
 
 def _cut(text: str, width: int) -> str:

@@ -79,7 +79,11 @@ def _is_known(links: Mapping[Role, LinkFacts], role: Role) -> bool:
     return role in links and bool(links[role].interface)
 
 
-_UNKNOWN = ("no interface owns the link address", "an interface on both nodes", "`sparkserve link` tells the choice")
+_UNKNOWN = (
+    "no interface owns the link address",
+    "an interface on both nodes",
+    "set SPARKSERVE_HEAD_LINK and SPARKSERVE_WORKER_LINK to the two ends of the cable",
+)
 
 
 def _left_out(why: str, needed: str) -> Check:

@@ -78,7 +78,9 @@ def _check_port(subject: Subject, role: Role, named: tuple[str, int], found: Por
     ours = found.ours or (role == "head" and subject.system[role].serves)
     state = "free" if found.free else f"held by {'our own rank' if ours else found.holder}"
     observed = f"port {port} ({name}): {state}"
-    hint = f"sudo ss -ltnp 'sport = :{port}' shows who holds it; or set {variable_name(name + '_port')}"
+    who = f"sudo ss -ltnp 'sport = :{port}' shows who holds it"
+    who = f"docker stop {found.container}" if found.container else who
+    hint = f"{who}; or set {variable_name(name + '_port')}"
     good = found.free or ours
     return Check("port", role, verdict(good=good), observed, "a free port", "" if good else hint)
 
@@ -117,6 +119,10 @@ def check_sudo(subject: Subject) -> list[Check]:
 def check_api_key(subject: Subject) -> list[Check]:
     """Check that an API beyond loopback has a key; one that is open by the owner's own word is told all the same."""
     host, key, is_open = subject.settings.api_host, subject.settings.api_key_file, subject.settings.api_open
+    if subject.unread_key:
+        return [
+            Check("api_key", "head", "fail", subject.unread_key.message, "loopback, or a key", subject.unread_key.hint)
+        ]
     observed = f"the API listens on {host} {'with' if key else 'without'} a key"
     good = verdict(good=key is not None or ipaddress.ip_address(host).is_loopback, bad="warn" if is_open else "fail")
     return [Check("api_key", "head", good, observed, "loopback, or a key")]

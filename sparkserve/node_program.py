@@ -90,6 +90,7 @@ def facts(request: Request) -> dict[str, Any]:
         "commands": {name: run(argv) for name, argv in request.get("commands", {}).items()},
         "tools": {name: shutil.which(name) for name in request.get("tools", ())},
         "globs": {pattern: read_glob(pattern) for pattern in request.get("globs", ())},
+        "exist": {pattern: any(glob.iglob(pattern)) for pattern in request.get("exist", ())},
         "docker": {path: docker_get(path) for path in request.get("docker", ())},
         "ports": {str(port): port_state(port) for port in request.get("ports", ())},
     }

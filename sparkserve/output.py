@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkserve.errors import SparkserveError, flatten
+from sparkserve.errors import EXIT_INTERRUPTED, SparkserveError, flatten
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -56,6 +57,11 @@ class Output:
         except (UnicodeEncodeError, LookupError):
             return False
         return True
+
+    @property
+    def width(self) -> int | None:
+        """The columns of stdout; None where it is no terminal."""
+        return self._console(stderr=False).width if sys.stdout.isatty() else None
 
     def say(self, text: str) -> None:
         """Tell a person something on the way, on stderr."""
@@ -146,14 +152,14 @@ class Output:
         if not self._has_person:
             raise SparkserveError("needs_yes", f"{question} needs an answer", f"add {flag}", exit_code=2)
         print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
-        return sys.stdin.readline().strip().lower() in ("y", "yes")
+        return _read_answer().lower() in ("y", "yes")
 
     def ask_value(self, question: str, default: str, flag: str) -> str:
         """Ask a person for a value; where nobody is there the default stands, and no default is told the flag."""
         answer = default
         if self._has_person and not self.takes_defaults:
             print(f"{question} [{default}]: " if default else f"{question}: ", end="", file=sys.stderr, flush=True)
-            answer = sys.stdin.readline().strip() or default
+            answer = _read_answer() or default
         if not answer:
             raise SparkserveError("needs_value", f"an answer is needed: {question}", f"add {flag}", exit_code=2)
         return answer
@@ -164,15 +170,35 @@ class Output:
             return None
         import getpass
 
-        return getpass.getpass(f"{question}: ", stream=sys.stderr)
+        try:
+            return getpass.getpass(f"{question}: ", stream=sys.stderr)
+        except EOFError as error:
+            raise _input_ended() from error
 
 
-def open_closed_streams() -> None:
-    """Open what the caller closed (`>&-`), lest the next file that is opened be taken for it."""
+def _read_answer() -> str:
+    line = sys.stdin.readline()
+    if not line:  # Ctrl-D is no answer, not even the default
+        print(file=sys.stderr, flush=True)
+        raise _input_ended()
+    return line.strip()
+
+
+def _input_ended() -> SparkserveError:
+    return SparkserveError("interrupted", "the input ended at a question", exit_code=EXIT_INTERRUPTED)
+
+
+def open_streams() -> None:
+    """Open what the caller closed (`>&-`), lest the next file that is opened be taken for it.
+
+    What the encoding of stdout cannot say is escaped there, as Python does on stderr.
+    """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - lives as long as we do
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def end_streams() -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparkserve.checks import Check, Subject, verdict
-from sparkserve.cluster import ROLES
-from sparkserve.link import LinkFacts
+from sparkserve.cluster import ROLES, Role
+from sparkserve.link import LinkFacts, likely_port, propose
 from sparkserve.settings import variable_name
 from sparkserve.system import SystemFacts
 
@@ -91,7 +91,7 @@ def check_same_machine(subject: Subject) -> list[Check]:
 
 def check_link(subject: Subject) -> list[Check]:
     """Check that each node owns its link address, both ends agree on the MTU, and RDMA devices have a GID."""
-    checks = [_check_address(role, facts) for role, facts in subject.links.items()]
+    checks = [_check_address(subject, role, facts) for role, facts in subject.links.items()]
     for role, facts in subject.links.items():
         if subject.uses_rdma and facts.interface:
             good = facts.gid_index is not None
@@ -111,12 +111,33 @@ def check_link(subject: Subject) -> list[Check]:
     return checks
 
 
-def _check_address(role: str, facts: LinkFacts) -> Check:
+def _check_address(subject: Subject, role: Role, facts: LinkFacts) -> Check:
     needed = "the address of the cable's interface"
     if facts.interface:
         return Check("link_address", role, "ok", f"{facts.interface} owns {facts.address}", needed)
     key = variable_name("head_link" if role == "head" else "worker_link")
-    have = ", ".join(f"{item.name} {address}" for item in facts.interfaces for address in item.addresses)
     observed = f"no interface owns {facts.address}" if facts.address else f"{key} is not set"
-    hint = f"set {key} in .env to one of: {have or 'none found'}"
-    return Check("link_address", role, "fail", observed, needed, hint)
+    return Check("link_address", role, "fail", observed, needed, _name_cable(subject) or _address_port(role, facts))
+
+
+def _name_cable(subject: Subject) -> str:
+    """Give the lines of `.env` that name the likeliest cable; what a node owns already of it counts most."""
+    links = subject.links
+    if len(links) < len(ROLES):
+        return "`sparkserve link` proposes one, once both nodes answer"
+    found = [one for one in propose(links) if one.rdma or not subject.uses_rdma]
+    if not found:
+        return ""
+    owned = {facts.address for facts in links.values() if facts.interface}
+    best = max(found, key=lambda one: len(owned & {one.head_address, one.worker_address}))
+    lines = f"{variable_name('head_link')}={best.head_address}\n{variable_name('worker_link')}={best.worker_address}"
+    return f"write to .env ({best.why}):\n{lines}"
+
+
+def _address_port(role: Role, facts: LinkFacts) -> str:
+    """Say how the cable gets addresses where its ends have none in one network."""
+    port = likely_port(facts)
+    if not port:
+        return "plug the cable in on both nodes; no port of this one is up"
+    command = f"sudo ip address add 10.100.8.{1 + ROLES.index(role)}/24 dev {port}"
+    return f"give the cable's port an address, on both nodes in one network: {command} (netplan makes it last)"

@@ -94,16 +94,27 @@ def read_secrets(settings: Settings) -> dict[str, SecretStr]:
         if errors:
             raise Failures(errors)
         values = {name: SecretStr(value) for name, value in found.items()}
-    if settings.api_key_file is not None:
-        values["api_key"] = read_secret(settings.api_key_file, "the API key")
-    return values
+    key = read_api_key(settings)
+    return values if key is None else {**values, "api_key": key}
+
+
+def read_api_key(settings: Settings) -> SecretStr | None:
+    """Read the key that clients of the API must send; None where none is set."""
+    if settings.api_key_file is None:
+        return None
+    try:
+        return read_secret(settings.api_key_file, "the API key")
+    except SparkserveError as error:
+        error.hint = error.hint or "sparkserve key new --set"
+        raise
 
 
 def secrets_to_mask(settings: Settings) -> tuple[SecretStr | None, ...]:
     """List what no log may show; a file that cannot be read keeps nobody from looking at a pair, or ending it."""
     values: dict[str, SecretStr] = {}
-    with contextlib.suppress(SparkserveError):
-        values = read_secrets(settings)
+    for alone in ("api_key_file", "secrets_file"):  # one that cannot be read hides nothing of the other
+        with contextlib.suppress(SparkserveError):
+            values |= read_secrets(settings.model_copy(update={alone: None}))
     return settings.hf_token, *values.values()
 
 

@@ -136,4 +136,4 @@ def is_warm(deployment: Deployment, node: Node) -> bool:
         return False
     values = {"cache": node.cache_dir, "weights.id": deployment.lock.weights_id, "rank": str(node.rank)}
     pattern = render(pattern, values)
-    return bool(node.session.ask("facts", globs=[pattern])["globs"][pattern]) and not PLACEHOLDER.search(pattern)
+    return bool(node.session.ask("facts", exist=[pattern])["exist"][pattern]) and not PLACEHOLDER.search(pattern)

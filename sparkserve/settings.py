@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from sparkserve.errors import Failures, SparkserveError, usage_error
+from sparkserve.worker_name import check_worker_name
 
 PREFIX = "SPARKSERVE_"
 FOREIGN_NAMES = ("HF_TOKEN", "HF_ENDPOINT")
@@ -129,11 +130,15 @@ class Settings(BaseModel):
     @field_validator("worker")
     @classmethod
     def _is_other_machine(cls, value: str) -> str:
-        host = value.rpartition("@")[2]
-        if host in ("localhost", "127.0.0.1", "127.0.1.1", "::1"):
-            raise ValueError("should be the second machine, not this one")
-        if value.startswith("-") or host.startswith("-") or any(character.isspace() for character in value):
-            raise ValueError("should be a host or user@host")
+        if value:
+            check_worker_name(value)
+        return value
+
+    @field_validator("models_dir", "cache_dir", "worker_models_dir", "worker_cache_dir")
+    @classmethod
+    def _is_whole_path(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.is_absolute() and value.parts[:1] != ("~",):
+            raise ValueError("should begin with / or ~/, since it is read on both nodes")
         return value
 
     @field_validator("hf_endpoint")
@@ -267,6 +272,15 @@ def _explain(problem: Any, sources: Mapping[str, str]) -> SparkserveError:  # no
     return usage_error(
         "settings_invalid", f"{variable_name(field)} ({where}): {text}", f"{variable_name(field)} is: {description}"
     )
+
+
+def check_answer(field: str, value: str) -> None:
+    """Refuse what one setting does not take."""
+    try:
+        Settings.model_validate({field: value})
+    except ValidationError as error:
+        problems = error.errors(include_input=False)
+        raise Failures([_explain(problem, {field: "answer"}) for problem in problems]) from None
 
 
 def process_environment() -> dict[str, str]:

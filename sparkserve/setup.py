@@ -6,7 +6,8 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,12 +15,12 @@ from sparkserve import link, ssh_trust, system
 from sparkserve.checks import show_size
 from sparkserve.cluster import ROLES, Node, Role, connect
 from sparkserve.env_file import render
-from sparkserve.errors import usage_error
+from sparkserve.errors import SparkserveError, usage_error
 from sparkserve.hosts import LocalHost
 from sparkserve.lifecycle import find_recipe
 from sparkserve.link import LinkFacts, Proposal
 from sparkserve.recipe import Recipe
-from sparkserve.settings import Loaded, Settings, load, parse_env, variable_name
+from sparkserve.settings import Loaded, Settings, check_answer, load, parse_env, variable_name
 from sparkserve.system import DiskFacts, SystemFacts, parse_disk
 
 # What is asked, and the flag that answers it where nobody can be asked.
@@ -49,6 +50,10 @@ class Interview(Protocol):
         """Ask for a value."""
         ...
 
+    def say(self, text: str) -> None:
+        """Tell what is wrong with an answer, before it is asked for again."""
+        ...
+
 
 @dataclass(frozen=True)
 class Wish:
@@ -73,10 +78,15 @@ class Seen:
 
 @dataclass
 class Setup:
-    """What came of it: the file, its values by setting, both nodes, the proposed cable, and what is left to do."""
+    """What came of it: the file, its values by setting, both nodes, the proposed cable, and what is left to do.
+
+    `loaded` and `text` are the settings and the file as they will be; with `from_running` the file is still to write.
+    """
 
     env_file: Path
     values: dict[str, str]
+    loaded: Loaded
+    text: str = field(default="", repr=False)
     seen: dict[Role, Seen] = field(default_factory=dict)
     proposal: Proposal | None = None
     trusted: ssh_trust.HostKey | None = None
@@ -99,43 +109,68 @@ class Choices:
         """Whether nobody says it, not even an earlier file."""
         return self.loaded.sources[name] == "default"
 
-    def choose(self, name: str, proposal: str = "") -> str:
-        """Settle one setting; without a proposal the default is what the file or the setting itself has."""
+    def choose(self, name: str, proposal: str = "", check: Callable[[str], object] = str) -> str:
+        """Settle one setting; without a proposal the default is what the file or the setting itself has.
+
+        `check` raises for a wrong answer; a person who typed it is told, and asked again.
+        """
         own = str(getattr(self.loaded.settings, name))
         question, flag = QUESTIONS[name]
-        answer = own if self.is_given(name) else self.voice.ask_value(question, proposal or own, flag)
-        self.values[name] = answer
-        return answer
+        default = proposal or own
+        while True:
+            answer = own if self.is_given(name) else self.voice.ask_value(question, default, flag)
+            try:
+                check_answer(name, answer)
+                check(answer)
+            except SparkserveError as error:
+                if self.is_given(name) or answer == default:
+                    raise
+                self.voice.say(f"{error}; {error.hint}")
+            else:
+                self.values[name] = answer
+                return answer
 
 
 def init(wish: Wish, voice: Interview, show: Callable[[Setup], None]) -> Setup:
     """Make the worker known, look at both nodes, and write their `.env`; `show` gets what was seen before it asks."""
     path = wish.env_file.resolve()
+    if path.is_dir():
+        raise usage_error("settings_unreadable", f"{path} is a directory", "name a file with --env-file")
     if path.exists() and not wish.force and not voice.ask(f"{path} is there already. Write it anew?", "--force"):
         raise usage_error("settings_kept", f"{path} is as it was", "look at it with `sparkserve config`")
     loaded = load(path if path.exists() else Path(os.devnull), wish.environment, wish.flags)
     choices = Choices(loaded, voice)
-    choices.choose("worker", _find_neighbour(loaded.settings) if choices.is_open("worker") else "")
+    choices.choose("worker", _find_neighbour(loaded.settings) if choices.is_open("worker") else "", _check_worker)
+    if choices.is_given("recipe"):  # before anybody looks at two machines for it
+        find_recipe(loaded.settings.recipe, wish.environment)
     settings = load(Path(os.devnull), {}, {**loaded.settings.model_dump(), **choices.values}).settings
-    found = Setup(path, choices.values, trusted=ssh_trust.meet(settings, wish.accept, voice.ask))
+    found = Setup(path, choices.values, loaded, trusted=ssh_trust.meet(settings, wish.accept, voice.ask))
     with connect(settings) as cluster:
         found.seen = cluster.on_both(_look)
         show(found)
         # The recipe of a pair that runs is written afterwards, and uses its files where they lie.
-        name = Settings().recipe if wish.from_running else choices.choose("recipe")
-        recipe = find_recipe(name, wish.environment)
+        find = partial(find_recipe, environment=wish.environment)
+        recipe = find(Settings().recipe if wish.from_running else choices.choose("recipe", check=find))
         if not wish.from_running:
             found.notes += choose_places(choices, found.seen, recipe)
         found.proposal, notes = choose_link(choices, found.seen, recipe)
         found.notes += notes
-        cluster.head.host.write(path, _text(path, choices.values).encode(), 0o600)
+    old = path if path.exists() else Path(os.devnull)
+    found.loaded = replace(load(old, wish.environment, choices.values), env_file=path)
+    found.text = _text(old, choices.values)
+    if not wish.from_running:
+        LocalHost("head").write(path, found.text.encode(), 0o600)
     return found
+
+
+def _check_worker(answer: str) -> None:
+    if not answer:
+        raise usage_error("settings_invalid", "the worker's name is empty", "it is an address, a name or user@address")
 
 
 def _text(path: Path, values: Mapping[str, str]) -> str:
     """Give the new file: the values chosen, and those of the old file that nobody chose anew."""
-    load(Path(os.devnull), {}, values)  # every answer must be one that the settings take
-    old = parse_env(path.read_text(encoding="utf-8"))[0] if path.exists() else {}
+    old = parse_env(path.read_text(encoding="utf-8"))[0]
     kept = {name: old[variable_name(name)] for name in Settings.model_fields if old.get(variable_name(name))}
     return render(_HEADING, {**kept, **values}, {})
 
@@ -214,6 +249,9 @@ def choose_link(choices: Choices, seen: Mapping[Role, Seen], recipe: Recipe) -> 
     """Settle the addresses on the cable; where none can be proposed or were given, they stay open."""
     given = {name: getattr(choices.loaded.settings, name) for name in ("head_link", "worker_link")}
     given = {name: address for name, address in given.items() if choices.is_given(name)}
+    owned = {f"{role}_link": partial(_check_owned, role, seen[role].link) for role in ROLES}
+    for name, address in given.items():
+        owned[name](address)
     needs_rdma = "/dev/infiniband" in recipe.container.devices
     found = [
         one
@@ -225,8 +263,17 @@ def choose_link(choices: Choices, seen: Mapping[Role, Seen], recipe: Recipe) -> 
     best = found[0] if found else None
     if best is None and len(given) < 2:
         choices.values |= given
-        text = "the cable's ports of both nodes share no network: docs/network.md shows how to give them addresses"
-        return None, [f"{text}; then `sparkserve init --force`"]
-    choices.choose("head_link", best.head_address if best else "")
-    choices.choose("worker_link", best.worker_address if best else "")
+        ends = " and ".join([*given.values(), "the other node"]) if given else "the cable's ports of both nodes"
+        text = f"{ends} share no network{' of RDMA ports' * needs_rdma}"
+        return None, [f"{text}: docs/network.md shows how to give them addresses; then `sparkserve init --force`"]
+    choices.choose("head_link", best.head_address if best else "", owned["head_link"])
+    choices.choose("worker_link", best.worker_address if best else "", owned["worker_link"])
     return best, []
+
+
+def _check_owned(role: Role, facts: LinkFacts, answer: str) -> None:
+    """Refuse an address that no interface of the node has."""
+    rows = [f"{one.name} {', '.join(one.addresses)}" for one in facts.interfaces if one.addresses and not one.soft]
+    if not any(answer in one.addresses for one in facts.interfaces):
+        hint = f"the {role} has {'; '.join(rows) or 'no address at all'}"
+        raise usage_error("link_unowned", f"no interface of the {role} has the address {answer}", hint)

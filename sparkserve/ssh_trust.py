@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import io
+import ipaddress
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError, usage_error
 from sparkserve.settings import Settings
 from sparkserve.ssh import (
     CONNECT_SECONDS,
@@ -53,6 +55,9 @@ def offered_key(settings: Settings) -> HostKey | None:
     A known key is compared at every connection: another one in its place is an error there, and never a question.
     """
     target = resolve_target(settings)
+    if _is_this_machine(target):
+        message = f"{target.address} is this machine; the worker is the other one"
+        raise usage_error("worker_is_head", message, "`sparkserve init user@address` with the worker's address")
     known = import_paramiko().HostKeys()
     for file in target.known_hosts:
         if file.is_file():
@@ -64,6 +69,19 @@ def offered_key(settings: Settings) -> HostKey | None:
     address = target.known_as if target.address in target.known_as else f"{target.known_as} ({target.address})"
     line = f"{name} {key.get_name()} {key.get_base64()}\n"
     return HostKey(address, key.get_name(), fingerprint(key), line, target.known_hosts[0])
+
+
+def _is_this_machine(target: SshTarget) -> bool:
+    """Whether the address is an own one, which a socket can be bound to; loopback's other ports may be a tunnel."""
+    if target.proxy_command:
+        return False
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(target.address, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(place)
+    except OSError:  # another machine's address, or a name that nobody knows
+        return False
+    return target.port == 22 or not ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback
 
 
 def _fetch(target: SshTarget) -> paramiko.PKey:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 
-def write(path: Path, data: object) -> None:
-    """Write a file beside its goal and rename it; only the owner can read it."""
+def write(path: Path, data: object, indent: int | None = None) -> None:
+    """Write a file beside its goal and rename it; only the owner can read it, and a failure leaves nothing."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(data), encoding="utf-8")
-    beside.chmod(0o600)
-    beside.replace(path)
+    try:
+        beside.write_text(json.dumps(data, indent=indent), encoding="utf-8")
+        beside.chmod(0o600)
+        beside.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink()
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -83,6 +83,7 @@ class PortFacts:
     free: bool
     holder: str = ""
     ours: bool = False
+    container: str = ""
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,8 @@ def _parse_port(
     inside = container_in(held.group) if held else ""
     container = next((one for one in containers or () if one.id == inside or port in one.ports), None)
     if container is not None:
-        return PortFacts(free=False, holder=f"container {container.name} ({container.image})", ours=container.ours)
+        holder = f"container {container.name} ({container.image})"
+        return PortFacts(free=False, holder=holder, ours=container.ours, container=container.name)
     if held is None:
         return PortFacts(free=False, holder=f"somebody who is not to be seen ({state})")
     owner = "root" if held.uid == 0 else f"uid {held.uid}"

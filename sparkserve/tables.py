@@ -115,8 +115,12 @@ def plan_table(outcome: Outcome) -> Table:
         shown = show_size(size) if size else ""
         table.add_row(first.step, first.node, Text(what), Text(first.before), Text(after), shown)
     total = sum(change.size for change in outcome.plan.changes)
-    table.caption = f"{len(outcome.plan.changes)} changes, {show_size(total)}; nothing was touched"
+    table.caption = f"{_changes(len(outcome.plan.changes))}, {show_size(total)}; nothing was touched"
     return table
+
+
+def _changes(number: int) -> str:
+    return f"{number} change{'s' * (number != 1)}"
 
 
 def summary_table(outcome: Outcome) -> Table:
@@ -125,7 +129,7 @@ def summary_table(outcome: Outcome) -> Table:
     for row in outcome.rows:
         seconds = f"{row.seconds:.1f} s" if row.changed else ""
         table.add_row(row.step, row.node, Text(row.proof), seconds)
-    table.caption = f"{len(outcome.report.applied)} changes in {duration(outcome.seconds)}"
+    table.caption = f"{_changes(len(outcome.report.applied))} in {duration(outcome.seconds)}"
     return table
 
 

@@ -100,6 +100,9 @@ def find_pair(facts: Mapping[Role, Facts]) -> Pair:
         raise _refusal("takeover_many", f"more than one pair runs: {names}", "stop all but the one to take over")
     rows = [f"{role}: {one.name} ({one.image}): {_explain(one, ranks)}" for role in ROLES for one in theirs[role]]
     hint = "start your own script first; rank 0 must run on the node where sparkserve is typed"
+    missing = [role for role in ROLES if ROLES.index(role) not in [one.rank for one in ranks[role]]]
+    if len(missing) == 1:
+        hint = f"rank {ROLES.index(missing[0])} is missing on the {missing[0]}: start your own script there, too"
     raise _refusal("takeover_none", "no pair of ranks of others runs on these nodes", hint, rows)
 
 

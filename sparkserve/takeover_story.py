@@ -11,19 +11,19 @@ from pydantic import SecretStr, ValidationError
 
 from sparkserve import blueprint, image, link, takeover_facts
 from sparkserve.against import Difference, Wanted, compare
-from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role, connect, require_worker
+from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role, connect
 from sparkserve.container import with_secrets
 from sparkserve.endpoint import Endpoint
-from sparkserve.env_file import quote, set_line
+from sparkserve.env_file import put, quote
 from sparkserve.errors import EXIT_NOT_READY, SparkserveError, usage_error
 from sparkserve.hosts import LocalHost, mask
-from sparkserve.lifecycle import Session
+from sparkserve.lifecycle import Session, require_lock
 from sparkserve.link import LinkFacts
-from sparkserve.lock import NAME, Lock, LockedImage, lock_path, open_lock, read_lock, recipe_of, write_lock
+from sparkserve.lock import NAME, Lock, LockedImage, lock_path, recipe_of, write_lock
 from sparkserve.parameters import read_secrets
 from sparkserve.recipe import Recipe
 from sparkserve.recipe_text import to_toml
-from sparkserve.settings import Loaded, Settings, load, variable_name
+from sparkserve.settings import Loaded, Settings, variable_name
 from sparkserve.takeover import Pair, Served, Takeover, find_pair, translate
 from sparkserve.takeover_facts import Facts, Running
 from sparkserve.takeover_texts import API_KEY, find_secrets
@@ -46,13 +46,14 @@ class Taken:
     notes: tuple[str, ...]
 
 
-def take_over(env_file: Path, environment: Mapping[str, str], directory: Path, *, force: bool = False) -> Taken:
-    """Write the recipe and the settings of the pair that runs; on the nodes only its image gets one more name."""
-    loaded = load(env_file, environment, {})
-    settings = loaded.settings
-    require_worker(settings)
+def take_over(loaded: Loaded, text: str, directory: Path, *, force: bool = False) -> Taken:
+    """Write the recipe of the pair that runs, and then its settings, onto the `text` of a settings file.
+
+    On the nodes only its image gets one more name.
+    """
+    settings, env_file = loaded.settings, loaded.env_file
     _check_overrides(loaded)
-    directory, env_file = directory.expanduser().resolve(), env_file.resolve()
+    directory = directory.expanduser().resolve()
     if (directory / "recipe.toml").exists() and not force:
         raise usage_error("recipe_exists", f"{directory} holds a recipe already", "--recipe-dir DIR, or --force")
     with connect(settings) as cluster:
@@ -61,12 +62,14 @@ def take_over(env_file: Path, environment: Mapping[str, str], directory: Path, *
         facts = cluster.on_both(takeover_facts.gather)
         pair = find_pair(facts)
         found = translate(pair, facts, links, _look_at_api(pair))
+        _check_secrets(found)
         recipe = _write_recipe(directory, found)
         _name_image(cluster, pair, image.tag_of(recipe, _write_lock(directory, env_file, recipe)))
     lines, secret_files = _write_secrets(env_file.parent, found)
     lines = {"recipe": str(directory), "api_host": "127.0.0.1", **lines}
     for name, value in lines.items():
-        set_line(env_file, name, value)
+        text = put(text, name, value)
+    LocalHost("head").write(env_file, text.encode(), 0o600)
     both: dict[Role, Running] = {"head": pair.head, "worker": pair.worker}
     return Taken(
         recipe=directory / "recipe.toml",
@@ -102,7 +105,7 @@ def _check_link(links: Mapping[Role, LinkFacts]) -> None:
     for role in ROLES:
         if not links[role].interface:
             message = f"no interface of this node has the address {links[role].address or 'of the cable'}"
-            hint = f"set {variable_name(f'{role}_link')} in .env; `sparkserve init` proposes it"
+            hint = f"add --{role}-link ADDRESS; docs/network.md shows how to give its port one"
             raise SparkserveError("takeover_link", message, hint, role, exit_code=EXIT_NOT_READY)
 
 
@@ -162,13 +165,16 @@ def _name_image(cluster: Cluster, pair: Pair, tag: str) -> None:
     cluster.on_both(name)
 
 
+def _check_secrets(found: Takeover) -> None:
+    broken = [name for name, value in found.secrets.items() if len(value.splitlines()) != 1]
+    if broken:
+        raise usage_error("secret_invalid", f"{', '.join(broken)} of theirs is more than one line of text")
+
+
 def _write_secrets(directory: Path, found: Takeover) -> tuple[dict[str, str], tuple[Path, ...]]:
     """Write each kind of secret to a file that only its owner can read; gives the settings that name them."""
     settings, files = dict(found.settings), []
     others = {name: value for name, value in found.secrets.items() if name != API_KEY}
-    broken = [name for name, value in found.secrets.items() if len(value.splitlines()) != 1]
-    if broken:
-        raise usage_error("secret_invalid", f"{', '.join(broken)} of theirs is more than one line of text")
     texts = {"api_key_file": f"{found.secrets[API_KEY]}\n"} if API_KEY in found.secrets else {}
     texts |= {"secrets_file": "".join(f"{name}={quote(value)}\n" for name, value in others.items())} if others else {}
     for setting, text in texts.items():
@@ -198,7 +204,7 @@ class Comparison:
 def compare_with_running(session: Session) -> Comparison:
     """Compare the pair that runs, ours or another, with what a start would make; a secret shows as ***."""
     settings, recipe = session.settings, session.recipe
-    known = read_lock(session.lock_file, recipe, settings) or open_lock(recipe)
+    known = require_lock(session)
     with connect(settings) as cluster:
         links = cluster.on_both(link.gather)
         specs = blueprint.build_specs(Deployment(settings, recipe, known, cluster), links)
@@ -222,7 +228,15 @@ def _find_running(facts: Mapping[Role, Facts]) -> dict[Role, Running]:
     ours = {role: one for role in ROLES for one in facts[role].running if one.is_ours}
     if ours.keys() == set(ROLES):
         return ours
-    pair = find_pair(facts)
+    try:
+        pair = find_pair(facts)
+    except SparkserveError as error:
+        if error.code == "takeover_none":
+            error.message, error.hint = (
+                "no pair runs on these nodes, neither ours nor one of others",
+                "sparkserve start",
+            )
+        raise
     return {"head": pair.head, "worker": pair.worker}
 
 

@@ -69,7 +69,7 @@ def test_the_module_is_the_installed_one(installation: Path, tmp_path: Path) -> 
 
 def test_version_and_help(installation: Path, tmp_path: Path) -> None:
     assert run(installation, "sparkserve", "--version", folder=tmp_path) == f"sparkserve {__version__}\n"
-    assert "Start here: sparkserve up --dry-run" in run(installation, "sparkserve", "--help", folder=tmp_path)
+    assert "Start here: sparkserve init" in run(installation, "sparkserve", "--help", folder=tmp_path)
 
 
 def test_the_shipped_recipes_are_found(installation: Path, tmp_path: Path) -> None:

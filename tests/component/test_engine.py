@@ -40,6 +40,7 @@ class Scene:
     answers: Callable[[httpx.Request], httpx.Response] | None = None
     requests: list[str] = field(default_factory=list)
     uid: int = 1000
+    settings: dict[str, Any] = field(default_factory=dict)
     opened: dict[str, dict[str, Any]] = field(default_factory=dict)
     hosts: dict[str, FakeHost] = field(default_factory=lambda: {"head": FakeHost("head"), "worker": FakeHost("worker")})
 
@@ -70,7 +71,8 @@ class Scene:
     def deployment(self) -> Deployment:
         made = make_deployment(cluster=self.cluster)
         readiness = made.recipe.readiness.model_copy(update=self.recipe)
-        return replace(made, recipe=made.recipe.model_copy(update={"readiness": readiness}))
+        recipe = made.recipe.model_copy(update={"readiness": readiness})
+        return replace(made, recipe=recipe, settings=made.settings.model_copy(update=self.settings))
 
     def serve(self, request: httpx.Request) -> httpx.Response:
         self.requests.append(request.url.path)
@@ -566,7 +568,7 @@ def test_stop_waits_for_memory(scene: Scene) -> None:
     notes: list[str] = []
     report = stop(scene.cluster, stopping(scene, tell=notes.append))
     assert report.memory["head"] == (5_000_000 * 1024, 118_000_000 * 1024)
-    assert "+107.8 GiB available" in report.summary
+    assert "+107.8 GiB available on both nodes together" in report.summary
     assert any("memory comes back" in note for note in notes)
 
 
@@ -665,6 +667,30 @@ def test_a_page_cache_that_may_not_be_dropped_is_told_and_stops_nothing(scene: S
     scene.hosts["worker"].script(DROP_CACHES[True], exit_code=1)
     proofs = [item.proof for item in scene.apply().applied]
     assert proofs[0].endswith("page cache kept on worker: sudo asks for a password"), proofs
+
+
+@pytest.mark.parametrize(
+    ("password", "refuses", "told"),
+    [
+        ("correct horse", 0, "page caches dropped"),
+        ("wrong", 1, "page cache kept on worker: sudo asks for a password"),
+        (None, 1, "page cache kept on worker: sudo asks for a password"),
+    ],
+)
+def test_the_page_cache_is_dropped_with_the_password_of_the_settings(
+    scene: Scene, password: str | None, refuses: int, told: str
+) -> None:
+    file, worker = scene.directory / "password", scene.hosts["worker"]
+    scene.answers, scene.settings = good, {"sudo_password_file": file}
+    worker.script(DROP_CACHES[True], exit_code=1)
+    if password is not None:
+        file.write_text(f"{password}\n")
+        file.chmod(0o600)
+        worker.script(["id", "-u"], b"1000\n", always=True)
+        worker.script(["sudo", "-n", "--", "true"], exit_code=1)
+        worker.script(["sudo", "-k", "-S", "-p", "", "--", *TEE], exit_code=refuses)
+    assert scene.apply().applied[0].proof.endswith(told)
+    assert [call.stdin for call in worker.calls if "-S" in call.argv] == [f"{password}\n3\n".encode()] * bool(password)
 
 
 def test_root_needs_no_sudo_for_it(scene: Scene) -> None:

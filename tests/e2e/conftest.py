@@ -30,7 +30,8 @@ def prepared(pair: Pair) -> Pair:
     """A pair on which everything is there but the start."""
     answer = pair.ask("up", "--check")
     if [change for change in answer["data"]["changes"] if change["step"] != "start"]:
-        assert pair.ask("up")["exit_code"] == 0
+        done = pair.ask("up")
+        assert done["exit_code"] == 0, done["errors"]
         assert pair.ask("stop")["exit_code"] == 0
     return pair
 

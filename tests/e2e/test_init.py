@@ -21,8 +21,10 @@ RECIPE = ("--recipe", "recipes/lab")
 
 @pytest.fixture
 def new(pair: Pair) -> Iterator[Pair]:
-    """A pair of which the head knows nothing: no settings, no host key."""
+    """A pair of which the head knows nothing: no settings, no host key, no neighbour on the cable."""
     pair.head.run(["rm", "-f", ".env", ".ssh/known_hosts"])
+    for port in (pair.head.link_interface, pair.head.twin_interface):
+        pair.head.run(["ip", "neigh", "flush", "dev", port], user="root")
     yield pair
     pair.head.run(["rm", "-f", ".ssh/known_hosts", ".env"])
     pair.lab.trust_worker()

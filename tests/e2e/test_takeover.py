@@ -203,6 +203,8 @@ def test_a_pair_of_theirs_becomes_ours_with_nothing_copied(theirs: Pair) -> None
     assert theirs.sparkserve("start").stdout.strip() == b"No changes"
 
     assert theirs.ask("stop")["exit_code"] == 0
+    nothing = theirs.ask("plan", "--against-running")["errors"][0]
+    assert (nothing["code"], nothing["hint"]) == ("takeover_none", "sparkserve start")
     assert [listing(node) for node in theirs.lab.nodes] == files
     theirs_up(theirs)
     assert [essence(node, name) for node, name in zip(theirs.lab.nodes, NAMES, strict=True)] == before
@@ -241,7 +243,12 @@ def test_nothing_runs_or_settings_would_change_it(pair: Pair) -> None:
     refused = pair.ask("init", "--from-running", "--yes", "--force")
     assert (refused["exit_code"], refused["errors"][0]["code"]) == (2, "takeover_settings")
     pair.write_settings()
-    assert pair.ask("plan", "--against-running")["errors"][0]["code"] == "takeover_none"
+    assert pair.ask("plan", "--against-running")["errors"][0]["code"] == "lock_missing"
     refused = pair.ask("init", "--from-running", "--yes", "--force", "--recipe-dir", "nowhere")
     assert (refused["exit_code"], refused["errors"][0]["code"]) == (3, "takeover_none")
-    assert pair.head.run(["test", "-e", "nowhere"], check=False).returncode == 1
+    pair.head.run(["rm", ".env"])
+    worker = f"spark@{pair.worker.management_address}"
+    refused = pair.ask("init", worker, "--from-running", "--yes", "--recipe-dir", "nowhere")
+    assert refused["errors"][0]["code"] == "takeover_none", "no --force is needed"
+    assert pair.head.run(["ls", "nowhere", ".env"], check=False).stdout == b""
+    pair.write_settings()

@@ -59,7 +59,7 @@ def make_system(role: Role = "head", **changes: Any) -> SystemFacts:
 
 def make_link(role: Role = "head", **changes: Any) -> LinkFacts:
     address = SETTINGS[f"{role}_link"]
-    cable = Interface("enp1s0f1np1", (address,), 9000, up=True, speed_mbps=200_000)
+    cable = Interface("enp1s0f1np1", (address,), 9000, up=True, speed_mbps=200_000, networks=("10.100.8.0/24",))
     facts = LinkFacts(address, cable.name, "", ("rocep1s0f1",), 3, 9000, 200_000, (cable,))
     return replace(facts, **changes)
 

@@ -41,9 +41,16 @@ def test_the_key_is_named_and_never_told(tmp_path: Path) -> None:
     assert key not in repr(found)
     assert shlex.quote(str(path)) in found.curl
     compile(found.python, "snippet", "exec")
+    assert f'model="{RECIPE.parameters.model_name}"' in found.python
     words = shlex.split(found.curl.partition(" | ")[2].replace("\\\n", ""))
     assert words[:2] == ["curl", "http://127.0.0.1:8888/v1/chat/completions"]
     assert json.loads(words[-1])["model"] == RECIPE.parameters.model_name
+
+
+def test_a_key_that_cannot_be_read_is_told_before_it_is_used(tmp_path: Path) -> None:
+    with pytest.raises(SparkserveError) as caught:
+        describe_access(Settings(api_key_file=tmp_path / "none"), RECIPE, "me", ())
+    assert (caught.value.code, caught.value.hint) == ("secret_missing", "sparkserve key new --set")
 
 
 def test_a_key_is_private_new_and_never_replaced(tmp_path: Path) -> None:

@@ -76,6 +76,22 @@ def test_facts_of_another_cable_do_not_count() -> None:
     assert drawn.specs["worker"].mounts[0].source.startswith("/home/spark/")
 
 
+def test_a_record_stands_for_the_nodes_although_its_addresses_are_replaced() -> None:
+    settings = Settings.model_validate({"head_link": "192.168.7.1", "worker_link": "192.168.7.2"})
+    record = SEEN.model_copy(update={"raw": {"head": {"identity": {}}}})
+    drawn = draw(settings, RECIPE, make_lock(RECIPE), record)
+    assert [spec.unresolved for spec in drawn.specs.values()] == [(), ()]
+
+
+@pytest.mark.parametrize("place", ["directory", "/proc/facts"])
+def test_facts_that_cannot_be_written_leave_nothing(tmp_path: Path, place: str) -> None:
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(SparkserveError) as caught:
+        save_facts(tmp_path / place, SEEN)
+    assert caught.value.code == "facts_unwritable"
+    assert [one.name for one in tmp_path.iterdir()] == ["directory"]
+
+
 def test_what_was_seen_comes_back(tmp_path: Path) -> None:
     seen = blueprint.see(make_pair(), LINKS)
     save_facts(tmp_path / "new/facts.json", seen)
@@ -87,7 +103,13 @@ def test_what_was_seen_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "code"), [(None, "facts_unreadable"), ("{", "facts_broken"), ("{}", "facts_broken")]
+    ("content", "code"),
+    [
+        (None, "facts_unreadable"),
+        ("{", "facts_broken"),
+        ("{}", "facts_broken"),
+        ('{"seconds": 0, "nodes": {}}', "facts_broken"),
+    ],
 )
 def test_facts_that_are_none(tmp_path: Path, content: str | None, code: str) -> None:
     if content is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from sparkserve.check_catalog import CATALOG, find_entry
 from sparkserve.checks import Check, DiskNeed, Subject, raise_failures, show_size
 from sparkserve.cluster import ROLES
 from sparkserve.errors import EXIT_NOT_READY, EXIT_USAGE, SparkserveError, flatten
+from sparkserve.link import Interface
+from sparkserve.link_rdma import RdmaDevice
 from sparkserve.need_checks import check_disks, check_sources
 from sparkserve.preflight import judge
 from sparkserve.recipe import Recipe
@@ -149,6 +153,7 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("port", port(free=False, holder="python3 (process 7)"), "fail", "held by python3 (process 7)"),
     ("port", port(free=False, holder="container web (nginx:1)"), "fail", "held by container web (nginx:1)"),
     ("port", port(free=False, holder="container sparkserve-rank1 (x)", ours=True), "ok", "our own rank"),
+    ("api_key", {"unread_key": SparkserveError("x", "cannot read /k", "make one")}, "fail", "cannot read /k"),
     ("api_key", {}, "ok", "127.0.0.1 without"),
     ("api_key", {"settings": {"api_host": "0.0.0.0"}}, "fail", "0.0.0.0 without a key"),
     ("api_key", {"settings": {"api_host": "0.0.0.0", "api_open": True}}, "warn", "0.0.0.0 without a key"),
@@ -238,6 +243,47 @@ def test_a_port_of_rank_0_is_ours_on_the_head_only() -> None:
     found = [check for check in judge(make_subject(system={"head": facts, "worker": facts})) if check.id == "port"]
     assert [(check.node, check.verdict) for check in found] == [("head", "ok"), ("worker", "fail")]
     assert "sport = :8888" in found[1].advice
+
+
+def test_a_port_that_a_container_holds_names_the_container_to_stop() -> None:
+    (found,) = judged(make_subject(**port(free=False, holder="container mine0 (x)", container="mine0")), "port")
+    assert found.advice == "docker stop mine0; or set SPARKSERVE_API_PORT"
+
+
+def ends(head: str = "", worker: str = "", **changes: Any) -> dict[str, Any]:
+    """Give both nodes a cable with RDMA in one network, and a management port; `head`, `worker` are set addresses."""
+    links = {}
+    for number, (role, address) in enumerate((("head", head), ("worker", worker)), 1):
+        cable = Interface("enp1s0f1np1", (f"10.100.8.{number}",), 9000, True, 200_000, ("10.100.8.0/24",))
+        home = Interface("enP7s7", (f"192.168.1.{number}",), 1500, True, 10_000, ("192.168.1.0/24",))
+        bridge = Interface("docker0", ("172.17.0.1",), 1500, True, None, ("172.17.0.0/16",), soft=True)
+        links[role] = {
+            "address": address, "interface": cable.name if address in cable.addresses else "",
+            "interfaces": (replace(cable, **changes), home, bridge), "default_routes": ("enP7s7",),
+            "devices": (RdmaDevice("rocep1s0f1", cable.name, active=True, gids=()),),
+        }  # fmt: skip
+    return {"links": links}
+
+
+LINES = "\nSPARKSERVE_HEAD_LINK=10.100.8.1\nSPARKSERVE_WORKER_LINK=10.100.8.2"
+NO_ADDRESS: dict[str, Any] = {"addresses": (), "networks": ()}
+ADVICE = [
+    (ends(), LINES, LINES),
+    (ends(worker="10.9.9.9"), LINES, LINES),
+    (ends(head="10.100.8.1"), None, LINES),
+    (ends(**NO_ADDRESS), "address add 10.100.8.1/24 dev enp1s0f1np1", "address add 10.100.8.2/24 dev enp1s0f1np1"),
+    (ends(up=False), "plug the cable in", "plug the cable in"),
+    ({"links": {"head": ends()["links"]["head"], "worker": None}}, "once both nodes answer", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "head", "worker"), ADVICE)
+def test_what_to_do_about_a_link_address(changes: dict[str, Any], head: str | None, worker: str | None) -> None:
+    found = {check.node: check for check in judge(make_subject(**changes)) if check.id == "link_address"}
+    for role, words in zip(found, (head, worker), strict=False):
+        assert found[role].verdict == ("fail" if words else "ok")
+        assert (words or "") in found[role].advice
+        assert not re.search(r"172\.17|192\.168|docker0", found[role].advice)
 
 
 def test_what_a_pair_must_share_is_not_judged_by_one_node() -> None:

@@ -9,6 +9,7 @@ import pytest
 from sparkserve import cli, lifecycle
 from sparkserve.errors import EXIT_USAGE, SparkserveError
 from sparkserve.plan import Applied, ApplyReport, Change, Interrupted
+from sparkserve.signals import Terminated
 from tests.unit.cases import read_rows, row_name
 
 SECRET = "hf_TopSecretValue"
@@ -68,6 +69,38 @@ def test_config_shows_every_setting_and_no_secret(
     assert SECRET not in capsys.readouterr().out
 
 
+def test_a_key_that_is_there_is_kept_and_named(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (clean / ".env").mkdir()
+    assert run_json(["key", "new", "--set", "--json"], capsys)["errors"][0]["code"] == "settings_unreadable"
+    assert not (clean / "api-key").exists()
+    (clean / ".env").rmdir()
+    kept = [run_json(["key", "new", "--set", "--json"], capsys)["data"]["kept"]]
+    text = (clean / "api-key").read_text()
+    (clean / ".env").unlink()
+    kept.append(run_json(["key", "new", "--set", "--json"], capsys)["data"]["kept"])
+    assert (kept, (clean / "api-key").read_text()) == ([False, True], text)
+    assert (clean / ".env").read_text() == f"SPARKSERVE_API_KEY_FILE={clean / 'api-key'}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["a", "--worker", "b"], "worker_twice"),
+        ([""], "settings_invalid"),
+        (["a;b"], "settings_invalid"),
+        (["a", "--models-dir", "x"], "settings_invalid"),
+        (["a", "--recipe", "nosuch"], "recipe_unknown"),
+        (["a", "--env-file", "."], "settings_unreadable"),
+    ],
+)
+def test_what_init_refuses_before_it_looks(
+    clean: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: str
+) -> None:
+    found = run_json(["init", *words, "--json"], capsys)
+    assert (found["exit_code"], [error["code"] for error in found["errors"]]) == (2, [code])
+    assert list(clean.iterdir()) == []
+
+
 def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     names = [row["name"] for row in run_json(["recipes", "list", "--json"], capsys)["data"]["recipes"]]
     assert "tensorfold-1017" in names
@@ -94,7 +127,7 @@ def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
         (KeyboardInterrupt(), 130),
         (Interrupted(ApplyReport()), 130),
         (Interrupted(ApplyReport(), 143), 143),
-        (cli.Terminated(), 143),
+        (Terminated(), 143),
     ],
 )
 def test_an_interrupt_is_one_object_too(

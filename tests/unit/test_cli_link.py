@@ -13,7 +13,10 @@ from sparkserve import cli
 from sparkserve.checks import Check
 from sparkserve.link import find_management, propose
 from sparkserve.link_oddities import find_oddities
+from sparkserve.link_proof import prove
 from sparkserve.operations import Cable
+from tests.fakes import FakeSession
+from tests.unit.deployments import make_pair
 from tests.unit.test_link_picture import NAMES, seen
 
 OK = Check("link_tcp", "head", "ok", "the worker answers on 40001", "TCP to the worker")
@@ -85,11 +88,17 @@ def test_the_choice_is_told_as_lines_for_the_settings(
     )
 
 
-def test_no_choice_leads_to_the_document(
+def test_a_cable_without_addresses_is_told_once_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(monkeypatch, tmp_path, replace(cable(head="nobody"), proposals=[]))
-    assert "docs/network.md tells how to give them addresses" in capsys.readouterr().out
+    found = replace(cable(head="nobody"), proposals=[])
+    assert run(monkeypatch, tmp_path, found)[0] == 3
+    assert "10.100.8.1/24 on the head and 10.100.8.2/24 on the worker" in capsys.readouterr().out
+    unknown = prove(make_pair(head=FakeSession({}), worker=FakeSession({})), {}, master_port=1)
+    assert run(monkeypatch, tmp_path, replace(found, checks=unknown), "--prove")[0] == 1
+    hints = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hint")]
+    assert len(hints) == 1
+    assert "SPARKSERVE_HEAD_LINK" in hints[0]
 
 
 def test_json_has_all_of_it(

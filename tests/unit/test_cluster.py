@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 
 from sparkserve import cluster
-from sparkserve.cluster import Node, connect, pair_lock, state_dir
+from sparkserve.cluster import Cluster, Deployment, Node, connect, pair_lock, state_dir
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, EXIT_USAGE, Failures, SparkserveError, flatten
 from sparkserve.manifest import Manifest, ManifestFile
+from sparkserve.planning import is_warm
+from sparkserve.recipe_source import load_recipe
 from sparkserve.settings import Settings
 from tests.fakes import FakeSession, make_cluster, make_node
 from tests.unit.cases import ROOT
+from tests.unit.deployments import make_lock
 
 HOLDER = """
 import sys, time
@@ -117,11 +120,20 @@ def test_an_adopted_file_is_used_where_it_is(adopted: str | None, place: str) ->
     assert node.place(manifest, file) == place
 
 
+@pytest.mark.parametrize("found", [True, False])
+def test_a_finished_first_start_is_seen_without_reading_what_it_left(found: bool) -> None:
+    recipe = load_recipe("tensorfold-1017")
+    session = FakeSession({"hello": {"home": "/h"}, "facts": lambda exist: {"exist": dict.fromkeys(exist, found)}})
+    node = make_node("head", session=session)
+    assert is_warm(Deployment(node.settings, recipe, make_lock(recipe), Cluster(node, node)), node) is found
+    assert session.asked[-1][1]["exist"][0].startswith("/h/sparkserve/cache/")
+
+
 def test_no_worker_is_a_matter_of_settings() -> None:
     with pytest.raises(SparkserveError) as caught, connect(Settings()):
         pytest.fail("it connected to nobody")
     assert (caught.value.code, caught.value.exit_code) == ("worker_unset", EXIT_USAGE)
-    assert "SPARKSERVE_WORKER=" in caught.value.hint
+    assert caught.value.hint == "sparkserve init"
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ from sparkserve.hosts import Host, UnreachableHost
 from sparkserve.lifecycle import Session, open_session
 from sparkserve.output import Mode, Output
 from sparkserve.pair_checks import Difference
+from sparkserve.parameters import secrets_to_mask
+from sparkserve.settings import Settings
 from tests.fakes import FakeHost
 from tests.unit.cases import case_files
 
@@ -125,13 +127,61 @@ def test_a_record_holds_what_was_seen(session: Session, seen: Seen, tmp_path: Pa
     }
 
 
-def test_the_cable_is_found_where_no_settings_name_it(
-    seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("source", "head_link", "verdict"),
+    [
+        ("flag", "", "ok"),
+        ("environment", "", "fail"),
+        ("environment", "10.9.9.9", "fail"),
+        ("flag", "10.9.9.9", "fail"),
+    ],
+)
+def test_the_cable_is_found_only_for_a_worker_without_settings(
+    session: Session, seen: Seen, source: str, head_link: str, verdict: str
 ) -> None:
+    settings = session.settings.model_copy(update={"head_link": head_link, "worker_link": ""})
+    session.loaded = replace(session.loaded, settings=settings, sources={**session.loaded.sources, "worker": source})
+    found = [check for check in examine(session, proves_link=verdict == "fail").checks if check.id == "link_address"]
+    assert [check.verdict for check in found] == [verdict, verdict]
+    lines = [f"SPARKSERVE_{role.upper()}_LINK={seen.nodes[role].address}" for role in ROLES]
+    assert [check.advice.splitlines()[1:] for check in found] == [[] if verdict == "ok" else lines] * 2
+
+
+def test_a_key_that_cannot_be_read_is_no_key(session: Session, tmp_path: Path) -> None:
+    (tmp_path / "secrets").write_text("NAME=word\n")
+    (tmp_path / "secrets").chmod(0o600)
+    changes = {"api_key_file": tmp_path / "none", "secrets_file": tmp_path / "secrets"}
+    settings = session.settings.model_copy(update=changes)
+    assert [secret and secret.get_secret_value() for secret in secrets_to_mask(settings)] == [None, "word"]
+    session.loaded = replace(session.loaded, settings=settings)
+    report = examine(session, proves_link=True, record=tmp_path / "record")
+    assert load_facts(tmp_path / "record").nodes.keys() == {*ROLES}
+    (found,) = [check for check in report.checks if check.id == "api_key"]
+    assert (found.verdict, found.advice) == ("fail", "sparkserve key new --set")
+    assert "cannot read" in found.observed
+
+
+def test_a_hint_carries_what_the_command_was_given(seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = session_of(seen, tmp_path)
-    run.loaded = replace(run.loaded, settings=run.settings.model_copy(update={"head_link": "", "worker_link": ""}))
-    replayed(monkeypatch, run, {role: seen.raw[role] for role in ROLES})
-    assert examine(run).exit_code == 0
+    run.loaded = replace(run.loaded, sources={**run.loaded.sources, "worker": "flag", "recipe": "flag"})
+    replayed(monkeypatch, run, {"head": seen.raw["head"]})
+    monkeypatch.setattr(REFUSED, "hint", "sparkserve doctor --fix  (asks once)")
+    (found,) = [check for check in examine(run).checks if check.verdict == "unseen"]
+    assert found.advice == f"sparkserve doctor user1@10.0.9.9 -r smoke -e {tmp_path}/.env --fix  (asks once)"
+
+
+@pytest.mark.parametrize("content", ["SPARKSERVE_WORKER=a\n", None])
+def test_a_record_replaces_no_file_of_others(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
+    monkeypatch.setattr(doctor, "connect", None)  # nobody is asked before
+    path = tmp_path / "mine"
+    path.mkdir() if content is None else path.write_text(content)
+    with pytest.raises(SparkserveError) as caught:
+        examine(session, record=path)
+    assert caught.value.hint == "nothing was written; name a new file"
+    assert content is None or path.read_text() == content
+    assert [one.name for one in tmp_path.iterdir()] == ["mine"]
 
 
 def test_a_worker_that_was_not_reached_leaves_the_heads_checks_and_the_reason(
@@ -174,8 +224,13 @@ def test_what_is_wrong_comes_first_and_says_what_to_type() -> None:
         check("memory", "fail", "worker", "too little"), check("gpu", "unseen", hint="look yourself"),
     ]  # fmt: skip
     report = Report(tuple(found), (Difference("driver", "580", "590"), Difference("kernel", "6", "6")))
-    table, _, *lines = report_view(report)
+    short, _, *rest = report_view(report)
+    assert isinstance(short, Table)
+    assert list(short.columns[1].cells) == ["memory", "gpu", "clock"]
+    table, _, *lines = report_view(report, shows_all=True)
     assert isinstance(table, Table)
+    assert table.columns[1].no_wrap
+    assert len(rest) == len(lines)
     assert list(table.columns[1].cells) == ["memory", "gpu", "clock", "docker"]
     assert [str(cell) for cell in table.columns[0].cells] == ["fail", "could not look", "warn", "ok"]
     assert [str(cell) for cell in table.columns[3].cells] == ["too little", "", "", "seen"]
@@ -188,6 +243,13 @@ def test_what_is_wrong_comes_first_and_says_what_to_type() -> None:
     data = report_data(report)
     assert [row["hint"] for row in data["checks"] if row["verdict"] == "ok"] == ["", "", ""]
     assert len(data["differences"]) == 1
+
+
+def test_what_is_in_order_takes_one_line_and_one_advice_for_both_nodes_is_told_once() -> None:
+    (line,) = report_view(Report((check("docker", "ok"), check("docker", "ok", "worker")), ()))
+    assert str(line).startswith("2 ok, in ")
+    wrong = [check("swap", "warn", node, hint="make some") for node in ROLES]
+    assert list(report_view(Report(tuple(wrong), ())))[2] == "swap (head, worker): make some"
 
 
 # -- a record names nobody --------------------------------------------------------------------------------------------
@@ -268,6 +330,23 @@ def test_a_lock_of_other_settings_keeps_nobody_from_looking(
     monkeypatch.setattr(lock, "read_lock", refuse)
     assert examine(session).exit_code == 0
     assert "warning: the lock is of another recipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("role", "changes", "line"),
+    [
+        ("head", {}, "sudo install -m 440 /s/rule /etc/sudoers.d/sparkserve"),
+        ("worker", {}, "scp /s/rule a@b: && ssh -t a@b 'sudo install -m 440 rule /etc/sudoers.d/sparkserve'"),
+        (
+            "worker",
+            {"ssh_port": 222, "ssh_key": "/k"},
+            "scp -P 222 -i /k /s/rule a@b: && ssh -t -p 222 -i /k a@b 'sudo",
+        ),
+    ],
+)
+def test_a_sudo_rule_is_put_in_place_by_one_line(role: Role, changes: dict[str, Any], line: str) -> None:
+    settings = Settings.model_validate({"worker": "a@b", **changes})
+    assert doctor_repair._install_rule(settings, role, Path("/s/rule")).startswith(line)
 
 
 def test_nothing_is_done_that_nobody_agreed_to(session: Session) -> None:

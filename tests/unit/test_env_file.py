@@ -44,6 +44,16 @@ def test_every_setting_is_there_once_with_what_it_is(tmp_path: Path) -> None:
     assert {name for name, source in loaded.sources.items() if source != "default"} == {"worker", "requests"}
 
 
+@pytest.mark.parametrize("kind", ["directory", "binary"])
+def test_a_file_that_holds_no_settings_is_left(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / ".env"
+    path.mkdir() if kind == "directory" else path.write_bytes(b"\xff\x00")
+    with pytest.raises(SparkserveError) as caught:
+        set_line(path, "api_port", "9")
+    assert (caught.value.code, caught.value.exit_code) == ("settings_unreadable", 2)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -196,13 +197,19 @@ def test_a_write_that_is_cut_leaves_the_old_file(host: LocalHost, tmp_path: Path
     path.write_bytes(b"old")
     cut = host.run(write_argv(path, 0o644, 100), stdin=b"n" * arrived, check=False)
     assert (cut.exit_code == 0, path.read_bytes()) == (False, b"old")
+    assert list(tmp_path.iterdir()) == [path]
 
 
-def test_writing_where_a_directory_is_fails(host: LocalHost, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["d", "none/f", "f/x"])
+def test_a_place_that_takes_no_file_is_named(host: LocalHost, tmp_path: Path, name: str) -> None:
     (tmp_path / "d").mkdir()
-    with pytest.raises(SparkserveError, match="failed with exit code"):
-        host.write(tmp_path / "d", b"x")
-    assert list((tmp_path / "d").iterdir()) == []
+    (tmp_path / "f").touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SparkserveError) as caught:
+        host.write(tmp_path / name, b"x")
+    assert (caught.value.code, caught.value.node, "df " in caught.value.hint) == ("file_unwritable", "head", True)
+    assert re.fullmatch(f"cannot write {tmp_path / name}: .*[Dd]irectory.*", caught.value.message)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_reading_what_is_not_there(host: LocalHost, tmp_path: Path) -> None:

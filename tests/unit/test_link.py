@@ -79,8 +79,8 @@ def test_no_interface_tells_the_choice(name: str, observed: str) -> None:
     check = failed(facts(name), facts("worker_port0_index5"))["link_address", "head"]
     assert check.observed == observed
     assert check.advice == (
-        "set SPARKSERVE_HEAD_LINK in .env to one of: enP7s7 192.168.1.20, wlP9s9 192.168.1.77, "
-        "enp1s0f1np1 10.100.8.1, enP2p1s0f1np1 10.100.9.1"
+        "write to .env (both in 10.100.8.0/24, RDMA on both, 200 Gb/s, MTU 9000):\n"
+        "SPARKSERVE_HEAD_LINK=10.100.8.1\nSPARKSERVE_WORKER_LINK=10.100.8.2"
     )
 
 

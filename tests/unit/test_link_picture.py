@@ -89,6 +89,22 @@ def test_long_names_stay_inside_the_box() -> None:
     assert "…" in text
 
 
+@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("width", [40, 60, 76, 80, 99, 100, 200])
+def test_a_terminal_of_any_width_shows_all_of_it(name: str, width: int) -> None:
+    links = seen(*PICTURES[name])
+    text = draw(NAMES, links, find_management(links), plain=False, width=width)
+    box = text.partition("\n\n")[0].splitlines()
+    if width < 76:
+        assert not set("┌│└") & set(text)
+    else:
+        assert {len(line) for line in box} == {min(width, 100) // 2 * 2}
+    assert "…" not in text
+    wide = draw(NAMES, links, find_management(links), plain=False)
+    words = [set(re.findall(r"[\w.]+", drawn.partition("\n\n")[0])) for drawn in (text, wide)]
+    assert words[0] == words[1]
+
+
 @pytest.mark.parametrize(
     ("interface", "port"),
     [("enp1s0f1np1", "port 1"), ("enP2p1s0f0np0", "port 0"), ("enp1s0f1", "port 1"), ("enP7s7", ""), ("wlP9s9", "")],

@@ -105,6 +105,14 @@ def test_globs(session: NodeSession, tmp_path: Path) -> None:
     }
 
 
+def test_whether_something_exists_is_told_without_reading_it(session: NodeSession, tmp_path: Path) -> None:
+    (tmp_path / "rank.bin").write_bytes(b"x" * 100_000)
+    patterns = [f"{tmp_path}/*.bin", f"{tmp_path}/*.none"]
+    found = session.ask("facts", exist=patterns)
+    assert found["exist"] == {patterns[0]: True, patterns[1]: False}
+    assert len(json.dumps(found)) < 1000
+
+
 def test_disk_of_a_path_that_will_be_made(session: NodeSession, tmp_path: Path) -> None:
     paths = [str(tmp_path / "not" / "yet" / "there"), str(tmp_path), "/proc"]
     found = session.ask("facts", disks=paths)["disks"]

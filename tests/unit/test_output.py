@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import pty
@@ -16,9 +17,11 @@ import pytest
 from pydantic import SecretStr
 
 from sparkserve.errors import Failures, SparkserveError
+from sparkserve.lifecycle import Outcome
 from sparkserve.output import Mode, Output, to_plain
 from sparkserve.plan import Change, Plan, Work, apply
 from sparkserve.settings import Settings
+from sparkserve.tables import plan_table
 from tests.unit.cases import ROOT
 
 SECRET = "hf_TopSecretValue"
@@ -142,6 +145,27 @@ def test_nobody_there_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert Output(Mode.HUMAN).ask_secret("Password") is None
 
 
+@pytest.mark.parametrize(("number", "text"), [(1, "1 change, "), (2, "2 changes, ")])
+def test_changes_are_counted(number: int, text: str) -> None:
+    changes = [Change("head", "build", f"image {one}", "-", "+", lambda _work: "") for one in range(number)]
+    assert str(plan_table(Outcome(("build",), Plan(tuple(changes)))).caption).startswith(text)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_end_of_the_input_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal("\n"))
+    output = Output(Mode.HUMAN)
+    assert output.ask_value("Where?", "here", "--where") == "here"
+    for question in (lambda: output.ask_value("Where?", "here", "--where"), lambda: output.ask("Really?")):
+        with pytest.raises(SparkserveError) as caught:
+            question()
+        assert (caught.value.code, caught.value.exit_code) == ("interrupted", 130)
+
+
 # -- pipes and terminals ----------------------------------------------------------------------------------------------
 
 
@@ -198,3 +222,9 @@ def test_a_dumb_terminal_gets_no_live_bars() -> None:
     text = on_terminal(SHOW, environment(TERM="dumb"))
     assert "\x1b" not in text
     assert "head: build done: [red]proved[/red]" in text
+
+
+def test_a_character_that_the_encoding_lacks_is_escaped() -> None:
+    script = "from sparkserve.output import open_streams; open_streams(); print(chr(177), '1 s')"
+    env = environment(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    assert on_terminal(script, env) == "\\xb1 1 s\r\n"

@@ -55,6 +55,7 @@ def test_invalid_values(case: dict[str, Any]) -> None:
     found = failures(NO_FILE, case["environment"])
     assert sorted(error.message.partition(" ")[0] for error in found) == case["keys"]
     assert {error.code for error in found} == {"settings_invalid"}
+    assert case.get("says", "") in found[0].message
     assert all(error.hint.startswith(f"{error.message.partition(' ')[0]} is: ") for error in found)
 
 
@@ -178,6 +179,11 @@ def test_a_secret_that_is_not_there(tmp_path: Path) -> None:
         read_secret(tmp_path / "none", "key of the API")
     assert caught.value.code == "secret_missing"
     assert "key of the API" in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["spark-2", "me@10.0.0.2", "fe80::1%eth0", "a.b@Spark_2", "DOMAIN\\me@host", "me@x@h"])
+def test_names_that_ssh_takes(name: str) -> None:
+    assert load(NO_FILE, {"SPARKSERVE_WORKER": name}, {}).settings.worker == name
 
 
 def test_settings_are_frozen() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from sparkserve import setup
 from sparkserve.cluster import Role
+from sparkserve.errors import SparkserveError
 from sparkserve.link import Interface, LinkFacts
 from sparkserve.link_rdma import RdmaDevice
 from sparkserve.recipe_source import load_recipe
@@ -29,6 +30,24 @@ class Defaults:
     def ask_value(self, question: str, default: str, flag: str) -> str:
         self.asked[flag.split(maxsplit=1)[0]] = default
         return default
+
+    def say(self, text: str) -> None:
+        raise AssertionError(text)
+
+
+class Typist(Defaults):
+    """A person who types these answers, and hears what is wrong with them."""
+
+    def __init__(self, *answers: str) -> None:
+        super().__init__()
+        self.answers = list(answers)
+        self.heard: list[str] = []
+
+    def ask_value(self, question: str, default: str, flag: str) -> str:
+        return self.answers.pop(0) or default
+
+    def say(self, text: str) -> None:
+        self.heard.append(text)
 
 
 def make_choices(env: str = "", **flags: str) -> tuple[setup.Choices, Defaults]:
@@ -159,9 +178,50 @@ def test_without_a_common_network_of_the_cable_both_stay_open() -> None:
 
 
 def test_two_given_ends_stand() -> None:
-    choices, _ = make_choices(head_link="10.7.0.1", worker_link="10.7.0.2")
+    choices, _ = make_choices(head_link="10.0.0.1", worker_link="10.2.0.2")
     assert settle_link(choices, make_link(LAN)) == (None, [])
-    assert choices.values == {"head_link": "10.7.0.1", "worker_link": "10.7.0.2"}
+    assert choices.values == {"head_link": "10.0.0.1", "worker_link": "10.2.0.2"}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"head_link": "10.7.0.1"}, ("head", "10.7.0.1", "the head has lan 10.0.0.1; cable 10.1.0.1")),
+        ({"worker_link": "10.1.0.1"}, ("worker", "10.1.0.1", "the worker has lan 10.0.0.2; f0 10.1.0.2")),
+        ({"head_link": "10.1.0.1", "worker_link": "10.7.0.2"}, ("worker", "10.7.0.2", "the worker has lan")),
+    ],
+)
+def test_an_address_that_no_interface_has_is_refused(given: dict[str, str], says: tuple[str, str, str]) -> None:
+    choices, _ = make_choices(**given)
+    with pytest.raises(SparkserveError) as caught:
+        settle_link(choices, make_link(LAN, CABLE))
+    assert (caught.value.code, caught.value.exit_code) == ("link_unowned", 2)
+    assert caught.value.message == f"no interface of the {says[0]} has the address {says[1]}"
+    assert caught.value.hint.startswith(says[2])
+    assert choices.values == {}
+
+
+def test_a_given_end_without_a_partner_is_named() -> None:
+    choices, _ = make_choices(head_link="10.0.0.1")
+    _, notes = settle_link(choices, make_link(LAN, CABLE))
+    assert notes[0].startswith("10.0.0.1 and the other node share no network of RDMA ports")
+
+
+def test_a_wrong_answer_is_told_and_asked_again() -> None:
+    voice = Typist("xyz", "10.7.0.1", "10.1.0.1", "")
+    choices = setup.Choices(load(Path("/dev/null"), {}, {}), voice)
+    settle_link(choices, make_link(LAN, CABLE))
+    assert choices.values == {"head_link": "10.1.0.1", "worker_link": "10.1.0.2"}
+    assert [text.partition(": ")[0] for text in voice.heard] == [
+        "SPARKSERVE_HEAD_LINK (answer)",
+        "no interface of the head has the address 10.7.0.1; the head has lan 10.0.0.1; cable 10.1.0.1",
+    ]
+
+
+def test_a_wrong_default_is_not_asked_for_ever() -> None:
+    choices = setup.Choices(load(Path("/dev/null"), {}, {}), Typist("", ""))
+    with pytest.raises(SparkserveError):
+        choices.choose("models_dir", "relative")
 
 
 def test_a_recipe_without_rdma_takes_any_network() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkserve import ssh
+from sparkserve import ssh, ssh_trust
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
 from sparkserve.settings import Settings
 from sparkserve.ssh_trust import meet, offered_key, trust
@@ -105,6 +105,26 @@ def test_a_changed_key_is_no_question(client: Client, server: Sshd, tmp_path: Pa
     assert shown in caught.value.message
     assert fingerprint(other) in caught.value.message
     assert (tmp_path / "known_hosts").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("options", "is_ours"),
+    [
+        ({"HostName": "127.0.0.1", "Port": "22"}, True),
+        ({"HostName": "0.0.0.0", "Port": "2222"}, True),
+        ({"HostName": "127.0.0.1", "Port": "22", "ProxyCommand": "nc %h %p"}, False),
+        ({"HostName": "192.0.2.1", "Port": "22"}, False),
+        ({"HostName": "no-such-machine.invalid", "Port": "22"}, False),
+        ({}, False),
+    ],
+)
+def test_this_machine_is_no_worker(client: Client, options: dict[str, str], is_ours: bool) -> None:
+    client.set(**options)
+    assert ssh_trust._is_this_machine(ssh.resolve_target(SETTINGS)) is is_ours
+    if is_ours:
+        with pytest.raises(SparkserveError) as caught:
+            meet(SETTINGS, None, nobody)
+        assert (caught.value.code, caught.value.exit_code) == ("worker_is_head", 2)
 
 
 @pytest.mark.parametrize("place", ["none", "/dev/null", "/proc/known_hosts"])

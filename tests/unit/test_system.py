@@ -180,7 +180,8 @@ def test_who_holds_a_port(line: str, containers: list[dict[str, Any]], holder: s
     commands = {**raw_facts()["commands"], "listeners": answered(f"LISTEN 0 9 0.0.0.0:8000 0.0.0.0:* {line}\n")}
     docker = {"/info": {"error": "x"}, "/containers/json": {"status": 200, "body": containers}}
     found = facts(commands=commands, docker=docker, ports={"8000": HELD})
-    assert found.ports[8000] == PortFacts(free=False, holder=holder, ours=ours)
+    container = holder.split()[1] if holder.startswith("container ") else ""
+    assert found.ports[8000] == PortFacts(free=False, holder=holder, ours=ours, container=container)
 
 
 def test_a_holder_that_is_not_to_be_seen() -> None:

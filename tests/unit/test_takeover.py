@@ -15,13 +15,16 @@ from sparkserve.cluster import ROLES, Cluster, Deployment, Role
 from sparkserve.container import build_spec, with_secrets
 from sparkserve.engine_facts import Process
 from sparkserve.errors import SparkserveError
+from sparkserve.lifecycle import open_session
 from sparkserve.lock import Lock, LockedImage
+from sparkserve.output import Mode, Output
 from sparkserve.recipe import Recipe
 from sparkserve.recipe_text import to_toml
 from sparkserve.settings import Settings
 from sparkserve.takeover import Served, Takeover, find_pair, find_ranks, translate
 from sparkserve.takeover_facts import Facts, Running, find_beside, given_beside, parse
 from sparkserve.takeover_families import read_families
+from sparkserve.takeover_story import _find_running, compare_with_running
 from sparkserve.takeover_texts import find_secrets, lay_together, name_apart
 from tests.unit.cases import CASES, ROOT, case_files, read_case, read_rows, row_name
 from tests.unit.deployments import LINKS, make_pair
@@ -179,6 +182,7 @@ def test_what_cannot_be_taken_over_is_refused_by_name(case: dict[str, Any]) -> N
         taken(change(read(case["of"]), case["edits"]))
     assert caught.value.code == case["code"]
     assert case["words"] in f"{caught.value}\n{caught.value.details}"
+    assert case.get("hint", "") in caught.value.hint
     assert caught.value.exit_code == 3
 
 
@@ -188,6 +192,18 @@ def test_the_engine_beside_a_sleeper_is_the_one_that_no_shell_wraps() -> None:
     assert found is not None
     assert found.pid == 3
     assert find_beside([Process(1, "S", "nginx")]) is None
+
+
+def test_a_pair_is_not_compared_without_a_lock_or_a_pair(tmp_path: Path) -> None:
+    env_file = tmp_path / ".env"
+    env_file.write_text("SPARKSERVE_WORKER=spark@192.168.1.22\n")
+    session = open_session("plan", env_file, {}, {}, Output(Mode.JSON))
+    with pytest.raises(SparkserveError) as caught:
+        compare_with_running(session)
+    assert (caught.value.code, caught.value.hint) == ("lock_missing", "sparkserve lock")
+    with pytest.raises(SparkserveError) as caught:
+        _find_running({role: Facts((), 0, 0) for role in ROLES})
+    assert (caught.value.code, caught.value.hint) == ("takeover_none", "sparkserve start")
 
 
 def test_two_pairs_are_one_too_many() -> None:
