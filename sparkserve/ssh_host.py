@@ -30,6 +30,7 @@ class SshProcess:
         self._node = node
         self._channel = channel
         self._slot: threading.Semaphore | None = slot
+        channel.shutdown_write = self._end_input  # type: ignore[method-assign]  # what closing stdin calls
         # paramiko's files are file-like without being typed as such
         self.stdin: IO[bytes] = cast("Any", channel.makefile_stdin("wb"))
         self.stdout: IO[bytes] = cast("Any", channel.makefile("rb"))
@@ -66,19 +67,31 @@ class SshProcess:
             self._slot.release()
             self._slot = None
 
+    def _end_input(self) -> None:
+        """Tell the end of stdin, in paramiko's words but in order with the answer to the command's own end."""
+        channel: Any = self._channel
+        with channel.lock:
+            self._send_in_order(channel._send_eof())
+
+    def _send_in_order(self, message: paramiko.Message | None) -> None:
+        """Send while the lock is held: what comes after our close of the channel makes sshd cut the connection."""
+        if message is not None and not self._channel.closed:
+            transport: Any = self._channel.get_transport()
+            transport._send_user_message(message)
+
     def _send_signal(self, name: str) -> None:
         """Send a signal to the command's process group (RFC 4254, 6.9), for which paramiko has no call of its own."""
         import paramiko
 
-        transport: Any = self._channel.get_transport()
         message = paramiko.Message()
         message.add_byte(paramiko.common.cMSG_CHANNEL_REQUEST)
         message.add_int(self._channel.remote_chanid)
         message.add_string("signal")
         message.add_boolean(False)  # noqa: FBT003 - no reply is wanted
         message.add_string(name)
-        with contextlib.suppress(paramiko.SSHException, OSError, EOFError):  # a lost connection ends it as well
-            transport._send_user_message(message)
+        # A lost connection ends the command as well.
+        with contextlib.suppress(paramiko.SSHException, OSError, EOFError), self._channel.lock:
+            self._send_in_order(message)
 
 
 class SshHost(Host):
