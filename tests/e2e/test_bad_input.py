@@ -31,7 +31,7 @@ def test_no_settings_file(unlocked: Pair, command: str) -> None:
     unlocked.head.run(["rm", "-f", f"{HOME}/.env"])
     code, errors = refused(unlocked, command)
     assert (code, codes(errors)) == (2, [("worker_unset", "")])
-    assert "SPARKSERVE_WORKER=user@address" in errors[0]["hint"]
+    assert "sparkserve init" in errors[0]["hint"]
 
 
 def test_a_named_settings_file_that_is_not_there(pair: Pair) -> None:
