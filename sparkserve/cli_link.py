@@ -79,11 +79,10 @@ def _choices(found: Cable) -> Iterator[str]:
 def _checks_table(found: Cable) -> Table:
     from rich.text import Text
 
-    from sparkserve.tables import make_table
+    from sparkserve.tables import STYLES, make_table
 
     table = make_table("proof", "from", "verdict", "observed", "needed")
-    styles = {"ok": "green", "fail": "red", "warn": "yellow"}
     for check in found.checks:
-        verdict = Text(check.verdict, style=styles.get(check.verdict, ""))
+        verdict = Text(check.verdict, style=STYLES[check.verdict])
         table.add_row(check.id, check.node, verdict, Text(check.observed), Text(check.needed))
     return table

@@ -10,13 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from sparkserve.checks import Check, Verdict
-from sparkserve.tables import make_table
+from sparkserve.tables import STYLES, make_table
 
 if TYPE_CHECKING:
     from sparkserve.doctor import Report
 
 _ORDER: tuple[Verdict, ...] = ("fail", "unseen", "warn", "ok")
-_STYLES = {"ok": "green", "fail": "red", "warn": "yellow", "unseen": "magenta"}
 _WORDS = {"unseen": "could not look"}
 
 
@@ -89,10 +88,10 @@ def _checks_table(checks: Sequence[Check], *, shows_all: bool) -> Table:
         if "" in row:
             cells[0] = _cell(row[""])
         table.add_row(
-            Text(_WORDS.get(verdict, verdict), _STYLES[verdict]), key[0], *cells, Text(next(iter(row.values())).needed)
+            Text(_WORDS.get(verdict, verdict), STYLES[verdict]), key[0], *cells, Text(next(iter(row.values())).needed)
         )
     return table
 
 
 def _cell(check: Check) -> Text:
-    return Text(check.observed, "" if check.verdict == "ok" else _STYLES[check.verdict])
+    return Text(check.observed, "" if check.verdict == "ok" else STYLES[check.verdict])

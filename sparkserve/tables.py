@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from sparkserve.lifecycle import Locked, Outcome
     from sparkserve.plan import ApplyReport, Change
 
-_STYLES = {"ok": "green", "fail": "red", "warn": "yellow", "running": "green", "stopped": "", "not applicable": ""}
+STYLES = {
+    "ok": "green",
+    "fail": "red",
+    "warn": "yellow",
+    "unseen": "magenta",
+    "running": "green",
+    "stopped": "",
+    "not applicable": "",
+}
 
 
 def make_table(*columns: str) -> Table:
@@ -150,6 +158,6 @@ def proofs_table(proofs: Sequence[Any]) -> Table:
     """Show what was asked of the endpoint and what it answered."""
     table = make_table("proof", "verdict", "observed", "needed", "time")
     for proof in proofs:
-        verdict = Text(proof.verdict, style=_STYLES.get(proof.verdict, ""))
+        verdict = Text(proof.verdict, style=STYLES.get(proof.verdict, ""))
         table.add_row(proof.name, verdict, Text(proof.observed), Text(proof.needed), f"{proof.seconds:.1f} s")
     return table

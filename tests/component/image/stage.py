@@ -9,7 +9,7 @@ from sparkserve import image
 from sparkserve.cluster import Cluster, Deployment
 from sparkserve.hosts import LocalHost
 from sparkserve.lock import Lock, LockedImage
-from sparkserve.plan import Change, Plan
+from sparkserve.plan import Cancelled, Change, Plan
 from sparkserve.recipe import Recipe
 from sparkserve.settings import Settings
 from tests.component.fake_docker import FakeDocker
@@ -102,3 +102,13 @@ def ship(deployment: Deployment, work: RecordingWork | None = None) -> str:
 
 def is_gone(pid_file: Path) -> bool:
     return not Path(f"/proc/{pid_file.read_text()}").exists()
+
+
+def interrupted_when(pid_file: Path) -> RecordingWork:
+    """Give the work of a run that is interrupted once the fake command has begun and left its process id."""
+
+    def check() -> None:
+        if pid_file.exists() and pid_file.read_text():
+            raise Cancelled
+
+    return RecordingWork(on_check=check)

@@ -16,7 +16,17 @@ from sparkserve.image_build import log_path
 from sparkserve.plan import Cancelled
 from sparkserve.recipe import Recipe
 from tests.component.fake_docker import FakeDocker
-from tests.component.image.stage import DIGEST, build, is_gone, lock_of, make_deployment, plan, ship, tag
+from tests.component.image.stage import (
+    DIGEST,
+    build,
+    interrupted_when,
+    is_gone,
+    lock_of,
+    make_deployment,
+    plan,
+    ship,
+    tag,
+)
 from tests.fakes import RecordingWork
 from tests.lab.git_area import publish_commit
 from tests.lab.hub import Hub
@@ -169,12 +179,8 @@ def test_an_interrupted_build_ends_docker_and_leaves_no_name(
     docker.behave(hang=where)
     pid_file = docker.directory / f"{where}.pid"
 
-    def interrupt() -> None:
-        if pid_file.exists() and pid_file.read_text():
-            raise Cancelled
-
     with pytest.raises(Cancelled):
-        build(deployment, RecordingWork(on_check=interrupt))
+        build(deployment, interrupted_when(pid_file))
     wait_for(lambda: is_gone(pid_file), "the docker command has ended")
     assert docker.read("head") == {}
     if where == "run":

@@ -14,7 +14,7 @@ from sparkserve.settings import Settings
 from sparkserve.ssh import SshTarget
 from sparkserve.ssh_host import SshHost
 from tests.component.fake_docker import BLOCK, FakeDocker
-from tests.component.image.stage import build, is_gone, plan, ship, tag
+from tests.component.image.stage import build, interrupted_when, is_gone, plan, ship, tag
 from tests.fakes import RecordingWork, make_node
 from tests.unit.cases import wait_for
 
@@ -141,12 +141,8 @@ def test_an_interrupted_ship_ends_both_ends(deployment: Deployment, docker: Fake
     docker.behave(hang=where)
     pid_file = docker.directory / f"{where}.pid"
 
-    def interrupt() -> None:
-        if pid_file.exists() and pid_file.read_text():
-            raise Cancelled
-
     with pytest.raises(Cancelled):
-        ship(deployment, RecordingWork(on_check=interrupt))
+        ship(deployment, interrupted_when(pid_file))
     wait_for(lambda: is_gone(pid_file), "the docker command has ended")
     assert docker.read("worker") == {}
 
@@ -155,12 +151,8 @@ def test_an_interrupt_ends_the_program_between_and_what_it_began(half_there: Dep
     docker.behave(hang="save")
     before, pid_file = docker.read("worker"), docker.directory / "save.pid"
 
-    def interrupt() -> None:
-        if pid_file.exists() and pid_file.read_text():
-            raise Cancelled
-
     with pytest.raises(Cancelled):
-        ship(half_there, RecordingWork(on_check=interrupt))
+        ship(half_there, interrupted_when(pid_file))
     wait_for(lambda: is_gone(pid_file), "docker save has ended")
     assert docker.read("worker") == before
 
