@@ -77,12 +77,7 @@ def _choices(found: Cable) -> Iterator[str]:
 
 
 def _checks_table(found: Cable) -> Table:
-    from rich.text import Text
+    from sparkserve.tables import make_table, verdict_text
 
-    from sparkserve.tables import STYLES, make_table
-
-    table = make_table("proof", "from", "verdict", "observed", "needed")
-    for check in found.checks:
-        verdict = Text(check.verdict, style=STYLES[check.verdict])
-        table.add_row(check.id, check.node, verdict, Text(check.observed), Text(check.needed))
-    return table
+    rows = ((one.id, one.node, verdict_text(one.verdict), one.observed, one.needed) for one in found.checks)
+    return make_table("proof", "from", "verdict", "observed", "needed", rows=rows)

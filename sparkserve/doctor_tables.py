@@ -45,10 +45,8 @@ def report_view(report: Report, *, shows_all: bool = False) -> Iterator[Table | 
         yield f"{name}{where}: {advice}"
     different = [one for one in report.differences if not one.same]
     if different:
-        table = make_table("differs", "head", "worker")
-        for one in different:
-            table.add_row(one.what, Text(one.head or "-"), Text(one.worker or "-"))
-        yield from ("", table)
+        rows = ((one.what, one.head or "-", one.worker or "-") for one in different)
+        yield from ("", make_table("differs", "head", "worker", rows=rows))
     if report.recorded:
         yield f"recorded in {report.recorded}"
     yield f"{summary(report)}, in {report.seconds:.1f} s"
@@ -78,18 +76,18 @@ def _checks_table(checks: Sequence[Check], *, shows_all: bool) -> Table:
     for check in checks:
         rows.setdefault((check.id, seen[check.id, check.node]), {})[check.node] = check
         seen[check.id, check.node] += 1
-    table = make_table("verdict", "check", "head", "worker", "needed")
     worst = {key: min(_ORDER.index(one.verdict) for one in row.values()) for key, row in rows.items()}
-    table.columns[1].no_wrap = True  # an id is pasted to --explain
     shown = [key for key in rows if shows_all or _ORDER[worst[key]] != "ok"]
+    lines: list[tuple[Text | str, ...]] = []
     for key in sorted(shown, key=worst.__getitem__):
         row, verdict = rows[key], _ORDER[worst[key]]
-        cells = [_cell(row[node]) if node in row else Text() for node in ("head", "worker")]
+        cells = [_cell(row[node]) if node in row else "" for node in ("head", "worker")]
         if "" in row:
             cells[0] = _cell(row[""])
-        table.add_row(
-            Text(_WORDS.get(verdict, verdict), STYLES[verdict]), key[0], *cells, Text(next(iter(row.values())).needed)
-        )
+        shown_verdict = Text(_WORDS.get(verdict, verdict), STYLES[verdict])
+        lines.append((shown_verdict, key[0], *cells, next(iter(row.values())).needed))
+    table = make_table("verdict", "check", "head", "worker", "needed", rows=lines)
+    table.columns[1].no_wrap = True  # an id is pasted to --explain
     return table
 
 

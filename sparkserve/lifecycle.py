@@ -106,7 +106,6 @@ class StepRow:
     node: str
     proof: str
     seconds: float
-    changed: bool
 
 
 @dataclass
@@ -321,8 +320,8 @@ def summarize(step: str, applied: list[Applied]) -> list[StepRow]:
             if step == "prune":
                 proof = f"{len(done)} gone, {checks.show_size(size)}"
         seconds = max(item.ended for item in done) - min(item.begun for item in done)
-        rows.append(StepRow(step, node, proof, seconds, changed=True))
-    return rows or [StepRow(step, "both", "as wanted already", 0.0, changed=False)]
+        rows.append(StepRow(step, node, proof, seconds))
+    return rows or [StepRow(step, "both", "as wanted already", 0.0)]
 
 
 def undo_tuning(session: Session, *, dry_run: bool) -> dict[str, str]:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
-from rich.text import Text
 
 from sparkserve.checks import show_size
 from sparkserve.progress import amount, duration
@@ -41,14 +40,14 @@ def status_view(found: View) -> list[Table | str]:
         shown.insert(0, f"context {found.context:,}")
     if data["uptime_seconds"] is not None:
         shown.insert(0, f"up {duration(data['uptime_seconds'])}")
-    table = make_table("node", "container", "memory available", "trend", "swap used", "GPU", "link")
+    rows: list[tuple[str, ...]] = []
     for role, node in data["nodes"].items():
         memory = f"{show_size(node['memory_available_bytes'])} of {show_size(node['memory_total_bytes'])}"
         trend, around = found.trends.get(role), found.around.get(role)
         cells = (_memory_trend(trend), show_size(node["swap_used_bytes"]), _gpu(around), _link(around, trend))
-        table.add_row(role, Text(node["container"]), memory, *(Text(cell) for cell in cells))
-    for role, error in found.status.unseen.items():
-        table.add_row(role, Text(f"could not look: {error.message}"))
+        rows.append((role, node["container"], memory, *cells))
+    rows += [(role, f"could not look: {error.message}") for role, error in found.status.unseen.items()]
+    table = make_table("node", "container", "memory available", "trend", "swap used", "GPU", "link", rows=rows)
     return [f"{verdict.state}: {'; '.join(verdict.reasons)}\n{', '.join(shown)}".rstrip(), table]
 
 
@@ -94,22 +93,20 @@ def history_rows(found: Sequence[Record]) -> list[dict[str, Any]]:
 
 def history_table(found: Sequence[Record]) -> Table:
     """Show the recorded starts, newest first."""
-    table = make_table("run", "when", "command", "recipe", "ending", "time", "why")
+    rows = []
     for record in found:
         taken = duration(record.seconds) if record.seconds else ""
-        cells = (record.run, _moment(record.begun), record.command, record.recipe, record.ending, taken, record.error)
-        table.add_row(*(Text(cell) for cell in cells))
-    table.caption = f"{len(found)} starts; `sparkserve logs --run RUN` shows what was kept of one"
-    return table
+        begun = _moment(record.begun)
+        rows.append((record.run, begun, record.command, record.recipe, record.ending, taken, record.error))
+    caption = f"{len(found)} starts; `sparkserve logs --run RUN` shows what was kept of one"
+    return make_table("run", "when", "command", "recipe", "ending", "time", "why", rows=rows, caption=caption)
 
 
 def archive_table(found: Archive) -> Table:
     """Show what an archive holds."""
-    table = make_table("file", "size", "what it is")
-    for member in found.members:
-        table.add_row(member.name, amount(member.size), Text(member.what))
-    table.caption = f"written to {found.path}; it holds no token and no key: look before you send it"
-    return table
+    rows = ((member.name, amount(member.size), member.what) for member in found.members)
+    caption = f"written to {found.path}; it holds no token and no key: look before you send it"
+    return make_table("file", "size", "what it is", rows=rows, caption=caption)
 
 
 def _moment(seconds: float) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
 from sparkserve.blueprint import Blueprint
 from sparkserve.checks import show_size
@@ -15,7 +14,7 @@ from sparkserve.docker_form import docker_run_argv
 from sparkserve.progress import duration
 from sparkserve.recipe import Recipe
 from sparkserve.recipe_check import Finding
-from sparkserve.tables import make_table
+from sparkserve.tables import make_table, verdict_text
 
 
 def recipe_rows(recipes: Sequence[Recipe]) -> list[dict[str, Any]]:
@@ -26,11 +25,9 @@ def recipe_rows(recipes: Sequence[Recipe]) -> list[dict[str, Any]]:
 
 def recipes_table(recipes: Sequence[Recipe]) -> Table:
     """Show the recipes."""
-    table = make_table("recipe", "engine", "proven on Sparks", "what it serves")
-    for recipe in recipes:
-        table.add_row(recipe.name, recipe.engine, "yes" if recipe.proven else "no", Text(recipe.title))
-    table.caption = "`sparkserve recipes show NAME` explains one"
-    return table
+    rows = ((recipe.name, recipe.engine, "yes" if recipe.proven else "no", recipe.title) for recipe in recipes)
+    caption = "`sparkserve recipes show NAME` explains one"
+    return make_table("recipe", "engine", "proven on Sparks", "what it serves", rows=rows, caption=caption)
 
 
 def recipe_data(recipe: Recipe, drawn: Blueprint) -> dict[str, Any]:
@@ -56,18 +53,12 @@ def recipe_view(recipe: Recipe, drawn: Blueprint) -> list[Table | str]:
         f"disk of a node: {show_size(recipe.disk_bytes)}",
         f"ports: API {ports.api} on the head, ranks {ports.master} on the cable",
     ]
-    sources = make_table("weights", "repository", "at", "in the container")
-    for weights in recipe.weights:
-        sources.add_row(weights.name, weights.repository, weights.revision, weights.mount or "-")
-    views: list[Table | str] = ["\n".join(lines), sources]
-    for spec in drawn.specs.values():
-        views.append(f"{spec.name}: {shlex.join((*spec.entrypoint, *spec.argv))}")
-    if recipe.figures:
-        figures = make_table("published figure", "value", "source")
-        for figure in recipe.figures:
-            figures.add_row(figure.name, f"{figure.value:,g} {figure.unit}", figure.source)
-        views.append(figures)
-    return views
+    rows = ((one.name, one.repository, one.revision, one.mount or "-") for one in recipe.weights)
+    sources = make_table("weights", "repository", "at", "in the container", rows=rows)
+    commands = (f"{spec.name}: {shlex.join((*spec.entrypoint, *spec.argv))}" for spec in drawn.specs.values())
+    published = ((figure.name, f"{figure.value:,g} {figure.unit}", figure.source) for figure in recipe.figures)
+    figures = make_table("published figure", "value", "source", rows=published)
+    return ["\n".join(lines), sources, *commands, *([figures] if recipe.figures else [])]
 
 
 def blueprint_data(found: Blueprint, recipe: Recipe) -> dict[str, Any]:
@@ -101,8 +92,8 @@ def blueprint_view(found: Blueprint, recipe: Recipe) -> list[str]:
 
 def findings_table(findings: Sequence[Finding]) -> Table:
     """Show what was looked at in a recipe."""
-    table = make_table("checked", "verdict", "observed", "to do")
+    rows = []
     for item in findings:
-        verdict = Text("fail", style="red") if item.problem else Text("ok", style="green")
-        table.add_row(item.what, verdict, Text(item.problem or item.observed), Text(item.hint if item.problem else ""))
-    return table
+        verdict = verdict_text("fail" if item.problem else "ok")
+        rows.append((item.what, verdict, item.problem or item.observed, item.hint if item.problem else ""))
+    return make_table("checked", "verdict", "observed", "to do", rows=rows)

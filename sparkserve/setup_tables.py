@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
-from rich.text import Text
 
 from sparkserve.checks import show_size
 from sparkserve.tables import make_table
@@ -18,10 +17,8 @@ if TYPE_CHECKING:
 def seen_table(found: Setup) -> Table:
     """Show both nodes side by side."""
     rows = {role: _seen_rows(seen) for role, seen in found.seen.items()}
-    table = make_table("", *rows)
-    for name in next(iter(rows.values())):
-        table.add_row(name, *(Text(own[name]) for own in rows.values()))
-    return table
+    names = next(iter(rows.values()))
+    return make_table("", *rows, rows=([name, *(own[name] for own in rows.values())] for name in names))
 
 
 def _seen_rows(seen: Seen) -> dict[str, str]:
@@ -57,11 +54,7 @@ def setup_data(found: Setup) -> dict[str, Any]:
 
 def setup_view(found: Setup) -> Table:
     """Show what was decided."""
-    table = make_table("setting", "value")
-    for name, value in found.values.items():
-        table.add_row(name, Text(value))
-    table.caption = f"written to {found.env_file}"
-    return table
+    return make_table("setting", "value", rows=found.values.items(), caption=f"written to {found.env_file}")
 
 
 def access_data(found: Access, key: str) -> dict[str, Any]:
@@ -71,11 +64,11 @@ def access_data(found: Access, key: str) -> dict[str, Any]:
 
 def access_view(found: Access, key: str) -> list[Table | str]:
     """Show what is typed into an app, then both requests as they can be pasted."""
-    table = make_table("setting", "value")
-    table.add_row("base URL", Text(found.base_url))
-    table.add_row("model name", Text(found.model))
-    table.add_row("API key", Text(key or (f"the content of {found.key_file}" if found.key_file else "any text")))
-    table.add_row("from another machine", Text(" or ".join(found.remote_urls)))
-    if found.tunnel:
-        table.add_row("while this runs there", Text(found.tunnel))
-    return [table, f"\n{found.curl}\n", found.python]
+    rows = [
+        ("base URL", found.base_url),
+        ("model name", found.model),
+        ("API key", key or (f"the content of {found.key_file}" if found.key_file else "any text")),
+        ("from another machine", " or ".join(found.remote_urls)),
+        *([("while this runs there", found.tunnel)] if found.tunnel else []),
+    ]
+    return [make_table("setting", "value", rows=rows), f"\n{found.curl}\n", found.python]

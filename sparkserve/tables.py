@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
@@ -28,12 +28,19 @@ STYLES = {
 }
 
 
-def make_table(*columns: str) -> Table:
-    """Make an empty table as all of ours look."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+def make_table(*columns: str, rows: Iterable[Iterable[Text | str]], caption: str = "") -> Table:
+    """Make a table as all of ours look; a text is shown as it is, whatever brackets it has."""
+    table = Table(box=None, pad_edge=False, header_style="bold", caption=caption or None)
     for column in columns:
         table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
+
+
+def verdict_text(verdict: str) -> Text:
+    """Show a verdict in its colour."""
+    return Text(verdict, style=STYLES.get(verdict, ""))
 
 
 def config_rows(loaded: Loaded) -> list[dict[str, Any]]:
@@ -49,20 +56,18 @@ def config_rows(loaded: Loaded) -> list[dict[str, Any]]:
 
 def config_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Show the settings."""
-    table = make_table("setting", "value", "from", "what it is")
-    for row in rows:
-        table.add_row(row["name"], Text(row["value"] or "-"), row["source"], Text(row["description"]))
-    return table
+    cells = ((row["name"], row["value"] or "-", row["source"], row["description"]) for row in rows)
+    return make_table("setting", "value", "from", "what it is", rows=cells)
 
 
 def lock_table(found: Locked) -> Table:
     """Show what each source resolved to."""
-    table = make_table("source", "asked for", "resolved to", "files", "size")
-    for row in found.rows:
-        size = show_size(row.size) if row.size else ""
-        table.add_row(Text(row.source), row.asked, row.resolved, str(row.files or ""), size)
-    table.caption = f"written to {found.path}" if found.written else "nothing was written"
-    return table
+    rows = (
+        (row.source, row.asked, row.resolved, str(row.files or ""), show_size(row.size) if row.size else "")
+        for row in found.rows
+    )
+    caption = f"written to {found.path}" if found.written else "nothing was written"
+    return make_table("source", "asked for", "resolved to", "files", "size", rows=rows, caption=caption)
 
 
 def outcome_data(outcome: Outcome) -> dict[str, Any]:
@@ -115,16 +120,15 @@ def _alike(changes: Sequence[Change]) -> list[list[Change]]:
 
 def plan_table(outcome: Outcome) -> Table:
     """Show what would change."""
-    table = make_table("step", "node", "what", "is", "will be", "size")
+    rows = []
     for same in _alike(outcome.plan.changes):
         first, size = same[0], sum(change.size for change in same)
         what = first.resource if len(same) == 1 else f"{len(same)} files"
         after = first.after if len(same) == 1 else "size and hash of the lock"
-        shown = show_size(size) if size else ""
-        table.add_row(first.step, first.node, Text(what), Text(first.before), Text(after), shown)
+        rows.append((first.step, first.node, what, first.before, after, show_size(size) if size else ""))
     total = sum(change.size for change in outcome.plan.changes)
-    table.caption = f"{_changes(len(outcome.plan.changes))}, {show_size(total)}; nothing was touched"
-    return table
+    caption = f"{_changes(len(outcome.plan.changes))}, {show_size(total)}; nothing was touched"
+    return make_table("step", "node", "what", "is", "will be", "size", rows=rows, caption=caption)
 
 
 def _changes(number: int) -> str:
@@ -133,20 +137,14 @@ def _changes(number: int) -> str:
 
 def summary_table(outcome: Outcome) -> Table:
     """Show what each step did, where, how it was proved, and how long it took."""
-    table = make_table("step", "node", "proof", "time")
-    for row in outcome.rows:
-        seconds = f"{row.seconds:.1f} s" if row.changed else ""
-        table.add_row(row.step, row.node, Text(row.proof), seconds)
-    table.caption = f"{_changes(len(outcome.report.applied))} in {duration(outcome.seconds)}"
-    return table
+    rows = ((row.step, row.node, row.proof, f"{row.seconds:.1f} s" if row.seconds else "") for row in outcome.rows)
+    caption = f"{_changes(len(outcome.report.applied))} in {duration(outcome.seconds)}"
+    return make_table("step", "node", "proof", "time", rows=rows, caption=caption)
 
 
 def pair_table(title: str, rows: Mapping[str, str]) -> Table:
     """Show one value per node."""
-    table = make_table("node", title)
-    for node, text in rows.items():
-        table.add_row(node, Text(text))
-    return table
+    return make_table("node", title, rows=rows.items())
 
 
 def proofs_exit_code(proofs: Sequence[Any]) -> int:
@@ -156,8 +154,8 @@ def proofs_exit_code(proofs: Sequence[Any]) -> int:
 
 def proofs_table(proofs: Sequence[Any]) -> Table:
     """Show what was asked of the endpoint and what it answered."""
-    table = make_table("proof", "verdict", "observed", "needed", "time")
-    for proof in proofs:
-        verdict = Text(proof.verdict, style=STYLES.get(proof.verdict, ""))
-        table.add_row(proof.name, verdict, Text(proof.observed), Text(proof.needed), f"{proof.seconds:.1f} s")
-    return table
+    rows = (
+        (proof.name, verdict_text(proof.verdict), proof.observed, proof.needed, f"{proof.seconds:.1f} s")
+        for proof in proofs
+    )
+    return make_table("proof", "verdict", "observed", "needed", "time", rows=rows)

@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
 def taken_view(found: Taken) -> list[Table | str]:
     """Show what was written, and how to go on."""
-    table = make_table("setting", "value")
-    for name, value in found.settings.items():
-        table.add_row(name, Text(value))
-    table.caption = f"written to {found.env_file}; the recipe is {found.recipe}"
+    caption = f"written to {found.env_file}; the recipe is {found.recipe}"
+    table = make_table("setting", "value", rows=found.settings.items(), caption=caption)
     kept = [f"secrets of theirs are in {path} (mode 0600), and nowhere else" for path in found.secret_files]
     steps = [
         "to go on, after `sparkserve plan --against-running`:",
@@ -32,16 +30,16 @@ def differences_view(found: Comparison) -> Table | str:
     """Show each difference with its reason; both ranks in one row where they agree."""
     if not found.differences:
         return "what runs is what a start would make"
-    table = make_table("rank", "what", "runs", "ours", "why")
-    rows: dict[tuple[str, ...], list[str]] = {}
+    nodes: dict[tuple[str, ...], list[str]] = {}
     for row in found.differences:
         key = (f"{row.what} {row.name}".strip(), row.theirs, row.ours, row.reason)
-        rows.setdefault(key, []).append(row.node)
-    for (what, theirs, ours, reason), nodes in rows.items():
-        why = Text(reason) if reason else Text("unexplained", style="red")
-        table.add_row("both" if len(nodes) > 1 else nodes[0], what, Text(theirs), Text(ours), why)
-    table.caption = f"{found.unexplained} of {len(found.differences)} are unexplained"
-    return table
+        nodes.setdefault(key, []).append(row.node)
+    rows = (
+        ("both" if len(own) > 1 else own[0], *cells, reason or Text("unexplained", style="red"))
+        for (*cells, reason), own in nodes.items()
+    )
+    caption = f"{found.unexplained} of {len(found.differences)} are unexplained"
+    return make_table("rank", "what", "runs", "ours", "why", rows=rows, caption=caption)
 
 
 def differences_data(found: Comparison) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
-from rich.text import Text
 
 from sparkserve.checks import show_size
 from sparkserve.tables import make_table
@@ -27,25 +26,25 @@ def verification_view(found: Verification) -> list[Table | str]:
         summary += f"; {len(found.repaired)} files were repaired"
     if not found.findings:
         return [summary]
-    table = make_table("node", "file", "problem", "place")
-    for row in found.findings:
-        table.add_row(row.node, Text(row.path), Text(row.problem), Text(row.place))
+    rows = ((row.node, row.path, row.problem, row.place) for row in found.findings)
+    table = make_table("node", "file", "problem", "place", rows=rows)
     hint = [] if found.holds else ["`sparkserve weights verify --repair` fetches what is wrong"]
     return [table, summary, *hint]
 
 
 def sets_view(sets: Sequence[WeightsSet], others: Sequence[Change]) -> list[Table | str]:
     """Show each set on each node, then what lies there for other locks."""
-    table = make_table("node", "source", "commit", "files", "proved", "adopted", "size", "missing")
+    rows = []
     for row in sets:
         missing = show_size(row.missing) if row.missing else ""
         counts = (f"{row.whole} of {row.files}", str(row.proved), str(row.adopted or ""))
-        table.add_row(row.node, row.source, row.commit[:12], *counts, show_size(row.size), missing)
+        rows.append((row.node, row.source, row.commit[:12], *counts, show_size(row.size), missing))
+    columns = ("node", "source", "commit", "files", "proved", "adopted", "size", "missing")
+    table = make_table(*columns, rows=rows)
     if not others:
         return [table]
-    rest = make_table("node", "not of this lock", "what it is", "size")
-    for change in others:
-        rest.add_row(change.node, Text(change.resource), change.before, show_size(change.size))
+    cells = ((change.node, change.resource, change.before, show_size(change.size)) for change in others)
+    rest = make_table("node", "not of this lock", "what it is", "size", rows=cells)
     return [table, rest, "`sparkserve prune` removes what is not of this lock"]
 
 
@@ -53,7 +52,5 @@ def differences_table(differences: Sequence[Difference]) -> Table | str:
     """Show what another lock would change."""
     if not differences:
         return "the lock is what the sources are today"
-    table = make_table("source or file", "was", "is")
-    for row in differences:
-        table.add_row(Text(row.source), row.before or "absent", row.after or "absent")
-    return table
+    rows = ((row.source, row.before or "absent", row.after or "absent") for row in differences)
+    return make_table("source or file", "was", "is", rows=rows)
