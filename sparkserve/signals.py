@@ -1,4 +1,8 @@
-"""SIGINT and SIGTERM: before a command begins nothing is done, and they end the program at once, with a word."""
+"""SIGINT and SIGTERM: before a command begins nothing is done, and they end the program at once, with a word.
+
+Later the first of them is an exception, and what then cleans up is not interrupted again: half a pair would go on
+without its other rank. A person who insists is told, and at the third Ctrl-C let go.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import sys
 from types import FrameType
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
+_ENDING = b"\nending what runs, so that nothing is left half done; Ctrl-C once more leaves it as it is\n"
 
 
 class Terminated(KeyboardInterrupt):
@@ -24,30 +29,47 @@ def watch() -> None:
 
 
 def begin() -> None:
-    """From here on both are exceptions, since there is something to clean up."""
-    for number, handler in zip(_NUMBERS, (signal.default_int_handler, _terminate), strict=True):
+    """From here on the first of them is an exception, since there is something to clean up."""
+    for number in _NUMBERS:
         if signal.getsignal(number) is _leave:
-            signal.signal(number, handler)
+            signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    del frame
+    for other, handler in zip(_NUMBERS, (_warn, signal.SIG_IGN), strict=True):
+        if signal.getsignal(other) is _interrupt:
+            signal.signal(other, handler)
+    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+
+def _warn(number: int, frame: FrameType | None) -> None:
+    del frame
+    signal.signal(number, _let_go)
+    os.write(2, _ENDING)
+
+
+def _let_go(number: int, frame: FrameType | None) -> None:
+    del frame
+    _end(number, "left while it was ending: what it began is still there", "sparkserve status; sparkserve stop")
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Say it without any other module: one may be half imported."""
     del frame
+    _end(number, "interrupted", "the same command can be typed again")
+
+
+def _end(number: int, message: str, hint: str) -> None:
+    """Say it without any other module: one may be half imported."""
     code = 128 + number
     words = [word for word in sys.argv[1:] if word.replace("-", "").isalnum()]
     name = next((word for word in words if not word.startswith("-")), "sparkserve")
-    error = '{"code": "interrupted", "node": "", "message": "interrupted", "hint": "", "details": ""}'
+    error = f'{{"code": "interrupted", "node": "", "message": "{message}", "hint": "{hint}", "details": ""}}'
     line = (
         f'{{"schema": 1, "command": "{name}", "status": "failed", "exit_code": {code}, "data": null, '
         f'"errors": [{error}]}}\n'
     )
     try:
-        os.write(*((1, line.encode()) if "--json" in words else (2, b"error: interrupted\n")))
+        os.write(*((1, line.encode()) if "--json" in words else (2, f"error: {message}\nhint: {hint}\n".encode())))
     finally:
         os._exit(code)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    del number, frame
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated

@@ -148,13 +148,18 @@ def test_a_worker_without_a_docker_engine(serving: Pair) -> None:
     assert names(serving) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_start_leaves_nothing(prepared: Pair, number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [([signal.SIGINT], 130), ([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGINT], 130)],
+    ids=["ctrl-c", "term", "ctrl-c twice"],
+)
+def test_an_interrupted_start_leaves_nothing(prepared: Pair, numbers: list[signal.Signals], code: int) -> None:
     prepared.script_engine(load_seconds_first=30, load_seconds_later=30)
     run = prepared.head.popen(prepared.command("start"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_for_ranks(prepared)
-    time.sleep(0.5)
-    run.send_signal(number)
+    for number in numbers:
+        time.sleep(0.5)
+        run.send_signal(number)
     run.communicate(timeout=25)
     assert run.returncode == code
     assert names(prepared) == []

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import threading
-from types import FrameType
 
+from sparkserve import signals
 from sparkserve.errors import SparkserveError
 from sparkserve.plan import Cancelled, Change, Interrupted, Plan, Work, apply
 from tests.fakes import RecordingReporter
-
-
-class Terminated(KeyboardInterrupt):
-    """What the command line raises at SIGTERM."""
-
-    exit_code = 143
-
-
-def terminate(_number: int, _frame: FrameType | None) -> None:
-    raise Terminated
-
 
 all_wait = threading.Barrier(3, action=lambda: print("under way", flush=True))
 
@@ -44,6 +32,8 @@ def finishes(work: Work) -> str:
             work.check()
             threading.Event().wait(0.01)
     except Cancelled:
+        print("ending", flush=True)
+        sys.stdin.readline()
         return "was nearly done"
 
 
@@ -58,7 +48,8 @@ def breaks(work: Work) -> str:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, terminate)
+    signals.watch()
+    signals.begin()
     actions = {"polite": polite, "finishes": finishes, "breaks": breaks}
     changes = [Change("head", "s", "first", "-", "+", first)]
     changes += [Change("head", "s", name, "-", "+", action, ("head/s/first",)) for name, action in actions.items()]

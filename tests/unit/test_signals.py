@@ -38,4 +38,4 @@ def test_an_early_signal_is_told(where: str, number: signal.Signals, code: int, 
         assert (answer["command"], answer["exit_code"]) == ("doctor", code)
         assert [error["code"] for error in answer["errors"]] == ["interrupted"]
     else:
-        assert (done.stdout, done.stderr) == ("", "error: interrupted\n")
+        assert (done.stdout, done.stderr) == ("", "error: interrupted\nhint: the same command can be typed again\n")
