@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +16,15 @@ MAKERS = {
     "EndpointError": (0, 1, 2),
     "usage_error": (0, 1, 2),
     "_refusal": (0, 1, 2),
-    "failure": (0, 1, 9),  # of a start: its advice is in what the logs say
+    "failure": (0, 1, 9),  # of a start: it finds its hint itself
+    "disk_error": (3, 1, 9),
 }
+# What stands for a code that is told where it comes from: the catalogue of checks, an error that is handed on.
+PASSED_ON = ("f'check_{check.id}'", "prober.error.code", "exchange")
+PASSED_ON += ("codes.get(error['errno'], 'node_failed')", "_ERRNO_CODES.get(number, 'copy_failed')")
 UNKNOWN = "…"
 Scope = Mapping[str, str]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
@@ -45,35 +50,100 @@ def find_codes() -> list[Code]:
 
 
 def _codes_in(tree: ast.Module) -> Iterator[Code]:
-    for function in ast.walk(tree):
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from filter(None, (_code(node, function) for node in ast.walk(function)))
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    scope = _assigned(tree.body, {})
+    for function in functions:
+        hints = [node.value for node in _assignments(function) if ast.unparse(node.targets[0]) == "hint"]
+        if function.name in MAKERS and hints:
+            scope[function.name] = _text(hints[0], scope)
+    for function in functions:
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in MAKERS:
+                yield from _codes(node, function, scope, tree)
 
 
-def _code(node: ast.AST, function: ast.AST) -> Code | None:
-    if not isinstance(node, ast.Call):
-        return None
+def _codes(node: ast.Call, function: Function, constants: Scope, tree: ast.Module) -> Iterator[Code]:
+    """Read one call that makes an error: one code, or each that a table or a branch before it names."""
     maker = ast.unparse(node.func).rpartition(".")[2]
-    if maker not in MAKERS:
-        return None
-    scope = _assigned_before(node.lineno, function)
     named = {keyword.arg: keyword.value for keyword in node.keywords}
-    code, message, hint = (
-        _text(node.args[place] if place < len(node.args) else named.get(name), scope)
+    asked = [
+        node.args[place] if place < len(node.args) else named.get(name)
         for name, place in zip(("code", "message", "hint"), MAKERS[maker], strict=True)
-    )
-    return None if UNKNOWN in code or not code else Code(code, message, hint)
+    ]
+    first = asked[0]
+    if first is None or ast.unparse(first) in PASSED_ON:
+        return
+    before = [part for part in _assignments(function) if part.lineno < node.lineno]
+    ways: list[dict[str, str]] = [{}]
+    if isinstance(first, ast.Name):
+        ways = list(_ways(first.id, function, tree))
+        before = [part for part in before if first.id not in _names(part.targets[0])]
+    scope = _assigned(before, constants)
+    found = [Code(*(_text(part, {**scope, **way}) for part in asked)) for way in ways]
+    if any(UNKNOWN in code.name for code in found) or not (found or function.name in MAKERS):
+        raise ValueError(f"{function.name}, line {node.lineno}: which code is {ast.unparse(first)}?")
+    for code in found:
+        yield Code(code.name, code.message, code.hint or scope.get(maker, ""))
 
 
-def _assigned_before(line: int, function: ast.AST) -> Scope:
-    """Give the texts of a function's variables as they are at a line; the last assignment above it counts."""
-    assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign) and node.lineno < line]
-    scope: dict[str, str] = {}
-    for node in sorted(assigned, key=lambda node: node.lineno):
-        for target in node.targets:
-            if isinstance(target, ast.Name):
-                scope[target.id] = _text(node.value, scope)
-    return scope
+def _ways(name: str, function: Function, tree: ast.Module) -> Iterator[dict[str, str]]:
+    """Find all that a name can be: in a row of a table, in what a function gives, in a branch, or by default."""
+    arguments = function.args.args + function.args.kwonlyargs
+    defaults = [*function.args.defaults, *function.args.kw_defaults]
+    for argument, default in zip(reversed(arguments), reversed(defaults), strict=False):
+        if argument.arg == name and default is not None:
+            yield {name: _text(default, {})}
+    for node in ast.walk(function):
+        match node:
+            case ast.For(target=names, iter=ast.Name(id=source)):
+                parts = [part for part in tree.body if _is_named(part, source)]
+            case ast.Assign(targets=[names], value=ast.Call(func=ast.Name(id=source))):
+                parts = [part for part in tree.body if _is_named(part, source)]
+            case ast.Assign(targets=[names]):
+                parts = [node]
+            case _:
+                continue
+        bound = _names(names)
+        for part in parts if name in bound else ():
+            for row in ast.walk(part):
+                if isinstance(row, ast.Tuple) and isinstance(row.ctx, ast.Load) and len(row.elts) == len(bound):
+                    scope = _assigned((one for one in _assignments(part) if one.lineno < row.lineno), {})
+                    found = {key: _text(one, scope) for key, one in zip(bound, row.elts, strict=True)}
+                    if UNKNOWN not in found[name]:
+                        yield found
+
+
+def _names(target: ast.expr) -> list[str]:
+    """List what a tuple on the left is made of."""
+    parts = target.elts if isinstance(target, ast.Tuple) else []
+    return [part.id if isinstance(part, ast.Name) else "" for part in parts]
+
+
+def _is_named(part: ast.stmt, name: str) -> bool:
+    match part:
+        case ast.FunctionDef(name=found) | ast.Assign(targets=[ast.Name(id=found)]):
+            return found == name
+    return False
+
+
+def _assignments(function: ast.AST) -> list[ast.Assign]:
+    found = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
+    return sorted(found, key=lambda node: node.lineno)
+
+
+def _assigned(statements: Iterable[ast.stmt], scope: Scope) -> dict[str, str]:
+    """Give the texts of the variables that these statements assign, in this order, beside those already known."""
+    found = dict(scope)
+    for node in statements:
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                pairs = list(zip(names, values, strict=True))
+            case ast.Assign(targets=names, value=value):
+                pairs = [(name, value) for name in names]
+            case _:
+                pairs = []
+        found |= {name.id: _text(value, found) for name, value in pairs if isinstance(name, ast.Name)}
+    return found
 
 
 def _text(node: ast.expr | None, scope: Scope) -> str:
@@ -82,7 +152,9 @@ def _text(node: ast.expr | None, scope: Scope) -> str:
         case ast.Constant(value=str(text)):
             found = text
         case ast.JoinedStr(values=parts):
-            found = "".join(str(part.value) if isinstance(part, ast.Constant) else UNKNOWN for part in parts)
+            found = "".join(_text(part, scope) for part in parts)
+        case ast.FormattedValue(value=ast.Name() as name):
+            found = _text(name, scope)
         case ast.Name(id=name):
             found = scope.get(name, UNKNOWN)
         case ast.IfExp(body=first):

@@ -108,7 +108,7 @@ def interrupted(name: str, error: BaseException) -> SparkserveError:
     code = int(getattr(error, "exit_code", 130))
     report = getattr(error, "report", None)
     if report is None:
-        return SparkserveError("interrupted", "interrupted", exit_code=code)
+        return SparkserveError("interrupted", "interrupted", "the same command can be typed again", exit_code=code)
     from sparkserve.checks import show_size
 
     size = sum(item.change.size for item in report.applied)

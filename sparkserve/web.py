@@ -276,8 +276,8 @@ class Exchange:
             self._stop.check()
             tries = None
             if isinstance(error, ssl.SSLCertVerificationError):
-                code, text, tries = "tls_untrusted", f"{where} shows a certificate that is not trusted", 1
-                hint = "look at the clock, the proxy and the CA store of this machine"
+                tries, text = 1, f"{where} shows a certificate that is not trusted"
+                code, hint = "tls_untrusted", "look at the clock, the proxy and the CA store of this machine"
             elif isinstance(error, TimeoutError):
                 code, text = "stalled", f"no byte from {where} for {self._connections.limits.read_seconds:g} s"
             elif isinstance(error, socket.gaierror):

@@ -1,5 +1,6 @@
 """The generated documents agree with the code, and the example settings are settings."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -61,5 +62,35 @@ def test_every_line_of_the_example_settings_is_a_setting(tmp_path: Path) -> None
 )
 def test_links_between_documents_lead_somewhere(document: str) -> None:
     path = ROOT / document
-    targets = re.findall(r"\]\((?!https?://)([^)#]+)", path.read_text())
-    assert [target for target in targets if not (path.parent / target).exists()] == []
+    assert [target for target in links(path) if not (path.parent / target).exists()] == []
+
+
+def links(path: Path) -> list[str]:
+    return re.findall(r"\]\((?!https?://)([^)#]+)", path.read_text())
+
+
+def test_the_readme_links_every_document() -> None:
+    documents = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    assert documents - set(links(ROOT / "README.md")) == set()
+
+
+def test_every_error_code_is_read_from_the_code() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import error_codes
+    finally:
+        sys.path.pop(0)
+    names = {code.name for code in error_codes.find_codes()}
+    assert names >= {
+        "tls_untrusted",
+        "stalled",
+        "connection_cut",
+        "hub_gated",
+        "hub_limit",
+        "gpu_refused",
+        "skip_unknown",
+    }
+    source = "def give(text):\n    raise SparkserveError({}, 'it failed')\n"
+    assert [code.name for code in error_codes._codes_in(ast.parse(source.format("'known'")))] == ["known"]
+    with pytest.raises(ValueError, match="give, line 2: which code is text"):
+        list(error_codes._codes_in(ast.parse(source.format("text"))))

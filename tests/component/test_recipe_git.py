@@ -9,6 +9,8 @@ import pytest
 
 from sparkserve import cli, recipe_git
 from sparkserve.errors import SparkserveError
+from sparkserve.git import export_commit
+from sparkserve.hosts import LocalHost
 from sparkserve.lifecycle import find_recipe
 
 RECIPE = 'schema = 1\nextends = "smoke"\nname = "theirs"\n'
@@ -123,3 +125,11 @@ def test_what_reaches_out_of_the_containers_is_refused(
         recipe_git.fetch(address, tmp_path / "state")
     assert caught.value.code == "recipe_reaches_out"
     assert words in caught.value.message
+
+
+def test_files_that_cannot_be_written_are_told(tmp_path: Path) -> None:
+    publish(tmp_path)
+    place = str(tmp_path / "repository/.git")
+    with pytest.raises(SparkserveError) as caught:
+        export_commit(LocalHost("head"), place, "HEAD", str(tmp_path / "nowhere"), lambda: None)
+    assert (caught.value.code, caught.value.hint) == ("engine_source", f"rm -rf {place}")
