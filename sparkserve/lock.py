@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, ValidationError
 
+from sparkserve import state_file
 from sparkserve.errors import Failures, SparkserveError, usage_error
 from sparkserve.manifest import REPOSITORY, Manifest, ManifestFile
 from sparkserve.recipe import Data, Recipe
@@ -136,18 +136,11 @@ def _parse(path: Path) -> Lock | None:
 
 
 def write_lock(path: Path, lock: Lock) -> None:
-    """Write the lock beside its goal, durably, and rename it."""
+    """Write the lock as a whole, so that it survives a power cut."""
     text = json.dumps(lock.model_dump(by_alias=True, exclude_none=True), indent=1) + "\n"
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
+        state_file.write_text(path, text, durable=True)
     except OSError as error:
-        with contextlib.suppress(OSError):  # where nothing can be written, nothing is there to be removed
-            beside.unlink()
         hint = f"look at the owner and mode of {path.parent.absolute()}"
         raise usage_error("lock_unwritable", f"cannot write {path}: {error.strerror}", hint) from error
 
@@ -218,6 +211,7 @@ def _is_source(locked: Manifest | LockedTemplate, repository: str, revision: str
 
 
 def _is_at(commit: str, asked: str, revision: str) -> bool:
-    """Whether a commit is what a revision names: hex digits must match, a branch or tag is what was asked for then."""
-    is_hex = len(revision) >= 7 and all(character in "0123456789abcdef" for character in revision)
-    return commit.startswith(revision) if is_hex else asked in ("", revision)
+    """Whether a commit is what a revision names: by its digits, or as a branch or tag that was asked for then."""
+    if re.fullmatch(r"[0-9a-f]{7,40}", revision):
+        return commit.startswith(revision) or (len(revision) < 40 and asked == revision)
+    return asked in ("", revision)

@@ -1,4 +1,4 @@
-"""Small JSON files of our state directory: replaced as a whole, and an unreadable one is as none."""
+"""Small files that are replaced as a whole; of our state directory's an unreadable one is as none."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ from typing import Any
 
 
 def write(path: Path, data: object, indent: int | None = None) -> None:
-    """Write a file beside its goal and rename it; only the owner can read it, and a failure leaves nothing."""
+    """Write an object to a file that only its owner can read, and its directory where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_text(path, json.dumps(data, indent=indent), mode=0o600)
+
+
+def write_text(path: Path, text: str, *, mode: int = 0o644, durable: bool = False) -> None:
+    """Write a file beside its goal and rename it; a failure leaves nothing."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(json.dumps(data, indent=indent), encoding="utf-8")
-        beside.chmod(0o600)
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        beside.chmod(mode)
         beside.replace(path)
     finally:
         with contextlib.suppress(OSError):

@@ -23,6 +23,7 @@ CORE = (
     "worker_name",
     "settings",
     "manifest",
+    "state_file",
     "recipe",
     "recipe_source",
     "lock",
