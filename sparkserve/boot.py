@@ -103,10 +103,12 @@ def _refuse_while_serving(head: Node) -> None:
         raise SparkserveError("service_changes", message, hint, "head", exit_code=EXIT_NOT_READY)
 
 
-def remove(session: Session) -> str:
+def remove(session: Session, *, dry_run: bool = False) -> str:
     """Stop, disable and remove the unit; the pair is left as it is."""
     if not Path(_PATH).exists():
         return f"{NAME} was not there"
+    if dry_run:
+        return f"{_PATH} would be stopped, disabled and removed; nothing was touched"
     head = _rooted(session)
     _systemctl(head, "stop", NAME)
     _systemctl(head, "--no-reload", "disable", NAME)

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from sparkserve.command_line import Common, Recipe, command, session
+from sparkserve.command_line import Common, DryRun, Recipe, command, session
 
 
+@command("sparkserve doctor; sparkserve doctor spark@192.168.1.22 --link; sparkserve doctor --explain kernel")
 def doctor(  # noqa: PLR0913 - one for each option
     common: Common,
     worker: Annotated[str | None, typer.Argument(metavar="WORKER", help="The worker, where no .env names it.")] = None,
@@ -20,8 +21,9 @@ def doctor(  # noqa: PLR0913 - one for each option
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it without being asked.")] = False,
     record: Annotated[Path | None, typer.Option("--record", help="Write the facts, without names.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show the checks that are in order, too.")] = False,
+    dry_run: DryRun = False,
     recipe: Recipe = None,
-) -> None:
+) -> int:
     """Check both nodes: all that a start needs.
 
     It changes nothing and can be run beside a pair that serves. Exit code 1 says that a check fails, 6 that something
@@ -31,25 +33,19 @@ def doctor(  # noqa: PLR0913 - one for each option
     """
     from sparkserve import check_catalog, doctor_tables
     from sparkserve import doctor as story
-    from sparkserve.doctor_repair import repair
+    from sparkserve.doctor_repair import list_deeds, repair
 
     output = common.output
     if explain is not None:
         entry = check_catalog.find_entry(explain)
         safe = "`sparkserve doctor --fix` does it after asking." if entry.safe else "That is yours to do."
-        output.result("doctor", {"id": explain, **vars(entry)}, entry.why, f"\n    {entry.fix}\n", safe)
-        return
+        return output.result("doctor", {"id": explain, **vars(entry)}, entry.why, f"\n    {entry.fix}\n", safe)
     run = session(common, "doctor", output, worker=worker, recipe=recipe)
-    found = story.examine(run, proves_link=link, record=record)
-    if fix:
-        found = repair(run, found, lambda question: yes or output.ask(question), output.ask)
+    with story.reach(run) as cluster:
+        found = story.examine(run, cluster, proves_link=link, record=None if dry_run else record)
+        if fix and not dry_run:
+            found = repair(run, found, lambda question: yes or output.ask(question), output.ask, cluster)
+    for deed in list_deeds(found) if fix and dry_run else ():
+        output.say(f"would do: {deed}")
     view = doctor_tables.report_view(found, shows_all=everything)
-    output.result("doctor", doctor_tables.report_data(found), *view, exit_code=found.exit_code)
-    raise typer.Exit(found.exit_code)
-
-
-def register() -> None:
-    """Make it a command, in its place in the help."""
-    command("sparkserve doctor; sparkserve doctor spark@192.168.1.22 --link; sparkserve doctor --explain kernel")(
-        doctor
-    )
+    return output.result("doctor", doctor_tables.report_data(found), *view, exit_code=found.exit_code)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparkserve.command_line import Common, Recipe, command, session
+from sparkserve.command_line import Common, DryRun, Recipe, command, session
 from sparkserve.errors import usage_error
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sparkserve.setup import Setup, Wish
 
 key = typer.Typer(help="Make the key that API clients must send.", rich_markup_mode=None, no_args_is_help=True)
 
 
+@command("sparkserve init; sparkserve init spark@192.168.1.22; sparkserve init --worker spark-2 --yes")
 def init(  # noqa: PLR0913 - one for each option
     common: Common,
     address: Annotated[str | None, typer.Argument(metavar="WORKER", help="The worker, as ssh reaches it.")] = None,
@@ -31,6 +37,7 @@ def init(  # noqa: PLR0913 - one for each option
         bool, typer.Option("--from-running", help="Make the recipe of the pair that runs, started by your own script.")
     ] = False,
     recipe_dir: Annotated[Path, typer.Option("--recipe-dir", help="Where --from-running writes it.")] = Path("recipe"),
+    dry_run: DryRun = False,
 ) -> None:
     """Look at both nodes and write the settings.
 
@@ -39,7 +46,7 @@ def init(  # noqa: PLR0913 - one for each option
     --from-running reads the two containers of a pair that your own script started, and writes the recipe that makes the
     same two: image, arguments, environment, files where they lie. Secrets go to a file of their own (mode 0600).
     """
-    from sparkserve import doctor, doctor_tables, setup, setup_tables, takeover_story, takeover_tables
+    from sparkserve import setup, setup_tables
     from sparkserve.settings import process_environment
 
     output = common.output
@@ -47,22 +54,31 @@ def init(  # noqa: PLR0913 - one for each option
     flags = {"worker": _one_worker(address, worker), "recipe": recipe, "models_dir": models_dir}
     flags |= {"head_link": head_link, "worker_link": worker_link}
     environment = process_environment()
-    wish = setup.Wish(common.env_file, flags, environment, accept_host_key, force, from_running)
-    found = setup.init(wish, output, lambda seen: output.show(setup_tables.seen_table(seen)))
-    data = setup_tables.setup_data(found)
-    if from_running:
-        taken = takeover_story.take_over(found.loaded, found.text, recipe_dir, force=force)
-        found.notes += taken.notes
-        data["taken_over"], hint = taken, "plan --against-running"
-        views = takeover_tables.taken_view(taken)
-    else:
-        report = doctor.examine(session(common, "init", output))
-        data["doctor"], hint = doctor_tables.report_data(report), "doctor" if report.exit_code else "up --dry-run"
-        views = [*doctor_tables.short_view(report)]
-    output.result("init", data, setup_tables.setup_view(found), *views)
+    wish = setup.Wish(common.env_file, flags, environment, accept_host_key, force, from_running, dry_run)
+    with setup.init(wish, output, lambda seen: output.show(setup_tables.seen_table(seen))) as found:
+        data, views, hint = _conclude(common, wish, found, recipe_dir)
+    output.result("init", {**setup_tables.setup_data(found), **data}, *views)
     for note in found.notes:
         output.warn(note)
     output.say(f"hint: sparkserve {hint}")
+
+
+def _conclude(
+    common: Common, wish: Wish, found: Setup, recipe_dir: Path
+) -> tuple[dict[str, object], list[Table | str], str]:
+    """Do what is left once both nodes were seen: what it adds to the data, what is shown, and what to type next."""
+    from sparkserve import doctor, doctor_tables, setup_tables, takeover_story, takeover_tables
+
+    if wish.dry_run:
+        return {}, [setup_tables.planned_view(found)], "init"
+    if wish.from_running:
+        taken = takeover_story.take_over(found.loaded, found.text, recipe_dir, force=wish.force)
+        found.notes += taken.notes
+        views = [setup_tables.setup_view(found), *takeover_tables.taken_view(taken)]
+        return {"taken_over": taken}, views, "plan --against-running"
+    report = doctor.examine(session(common, "init", common.output), found.cluster)
+    views = [setup_tables.setup_view(found), *doctor_tables.short_view(report)]
+    return {"doctor": doctor_tables.report_data(report)}, views, "doctor" if report.exit_code else "up --dry-run"
 
 
 def _one_worker(address: str | None, option: str | None) -> str | None:
@@ -103,6 +119,7 @@ def new(
     common.output.result("key", data, shown, *([] if put else [line]))
 
 
+@command("sparkserve connect; sparkserve connect --show-key")
 def connect(
     common: Common,
     *,
@@ -121,12 +138,3 @@ def connect(
     key_text = read_secret(found.key_file, "key of the API").get_secret_value() if show_key and found.key_file else ""
     data, view = setup_tables.access_data(found, key_text), setup_tables.access_view(found, key_text)
     common.output.result("connect", data, *view)
-
-
-def register() -> None:
-    """Make these functions commands, in the order in which help lists them."""
-    for examples, function in (
-        ("sparkserve init; sparkserve init spark@192.168.1.22; sparkserve init --worker spark-2 --yes", init),
-        ("sparkserve connect; sparkserve connect --show-key", connect),
-    ):
-        command(examples)(function)

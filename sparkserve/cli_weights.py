@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sparkserve.command_line import Common, Recipe, command, session
+from sparkserve.command_line import Common, DryRun, Recipe, command, session
 
 weights = typer.Typer(help="Prove and list the weights of both nodes.", rich_markup_mode=None, no_args_is_help=True)
 
@@ -19,20 +19,23 @@ def verify(
     repair: Annotated[
         bool, typer.Option("--repair", help="Fetch what is wrong, from the other node if it can.")
     ] = False,
+    dry_run: DryRun = False,
     recipe: Recipe = None,
-) -> None:
+) -> int:
     """Prove size and hash of every file on both nodes.
 
     It needs no network. What was proved and has not changed since is not read again; while a node serves, it reads
     with one core at low priority. Exit code 1 when a file is not right.
     """
-    from sparkserve import storage, weights_tables
+    from sparkserve import storage, tables, weights_tables
 
     output = common.output
-    found = storage.verify_weights(session(common, "weights", output, recipe=recipe), full=full, repair=repair)
-    code = 0 if found.holds else 1
-    output.result("weights", found, *weights_tables.verification_view(found), exit_code=code)
-    raise typer.Exit(code)
+    run = session(common, "weights", output, recipe=recipe)
+    if dry_run:
+        planned = storage.plan_repair(run)
+        return output.result("weights", tables.outcome_data(planned), tables.outcome_view(planned, preview=True))
+    found = storage.verify_weights(run, full=full, repair=repair)
+    return output.result("weights", found, *weights_tables.verification_view(found), exit_code=0 if found.holds else 1)
 
 
 @command("sparkserve weights list; sparkserve weights list --json", weights)

@@ -6,6 +6,7 @@ import hashlib
 import shlex
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -51,12 +52,19 @@ class _Look:
     image: str
 
 
-def examine(session: Session, *, proves_link: bool = False, record: Path | None = None) -> Report:
+def reach(session: Session, opened: Cluster | None = None) -> AbstractContextManager[Cluster]:
+    """Give the nodes that are connected already, or connect to both."""
+    return nullcontext(opened) if opened else connect(session.settings, lenient=True)
+
+
+def examine(
+    session: Session, opened: Cluster | None = None, *, proves_link: bool = False, record: Path | None = None
+) -> Report:
     """Look at both nodes and judge; a worker that cannot be reached leaves the head's checks and the reason."""
     begun = time.monotonic()
     if record:
         blueprint.refuse_other_file(record)
-    with connect(session.settings, lenient=True) as cluster:
+    with reach(session, opened) as cluster:
         recorders: dict[Role, Recorder] | None = {} if record else None
         known = _read_lock(session)
         deployment = Deployment(session.settings, session.recipe, known or lock.open_lock(session.recipe), cluster)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from sparkserve import engine, lifecycle, ssh_trust, tuning
 from sparkserve.checks import Check
-from sparkserve.cluster import Cluster, Role, connect
-from sparkserve.doctor import Report, examine
+from sparkserve.cluster import Cluster, Role
+from sparkserve.doctor import Report, examine, reach
 from sparkserve.lifecycle import Session
 from sparkserve.settings import Settings
 
@@ -19,22 +19,36 @@ _TOOLS = ("true", "mkdir", "tee", "mv", "rm", "sysctl")
 
 
 def repair(
-    session: Session, report: Report, agree: Callable[[str], bool], ask_person: Callable[[str, str], bool]
+    session: Session,
+    report: Report,
+    agree: Callable[[str], bool],
+    ask_person: Callable[[str, str], bool],
+    opened: Cluster | None = None,
 ) -> Report:
     """Do what is safe and agreed to, and look again; a host key takes a person, whatever was agreed to beforehand."""
-    error = report.unseen.get("worker")
-    if error is not None and error.code == "host_key_unknown":
+    if _lacks_host_key(report):
         ssh_trust.meet(session.settings, None, lambda question, flag: ask_person(question, f"it to init: {flag}"))
-        report = examine(session)
-    deeds = [(check, deed) for check in report.checks if (deed := _deed(check))]
-    agreed = [check for check, deed in deeds if agree(f"{check.node}: {deed}?")]
+        with reach(session) as cluster:
+            return repair(session, examine(session, cluster), agree, ask_person, cluster)
+    agreed = [check for check in report.checks if (deed := _deed(check)) and agree(f"{check.node}: {deed}?")]
     if not agreed:
         session.voice.say("nothing was changed")
         return report
-    with connect(session.settings) as cluster:
+    with reach(session, opened) as cluster:
         for check in agreed:
             session.voice.say(f"{check.node}: {_do(session, cluster, check)}")
-    return examine(session)
+        return examine(session, cluster)
+
+
+def list_deeds(report: Report) -> list[str]:
+    """List what would be asked for, and done after a yes."""
+    deeds = [f"{check.node}: {deed}" for check in report.checks if (deed := _deed(check))]
+    return ["worker: trust its host key", *deeds] if _lacks_host_key(report) else deeds
+
+
+def _lacks_host_key(report: Report) -> bool:
+    error = report.unseen.get("worker")
+    return error is not None and error.code == "host_key_unknown"
 
 
 def _deed(check: Check) -> str:

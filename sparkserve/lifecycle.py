@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -166,7 +166,8 @@ def lock_sources(session: Session, *, update: bool, dry_run: bool) -> Locked:
     before = lock.read_any_lock(session.lock_file, session.recipe)
     differences = sources.compare(before, found, session.recipe, session.settings) if is_new else []
     if is_new and not dry_run:
-        lock.write_lock(session.lock_file, found)
+        with pair_lock(session.state, session.command):
+            lock.write_lock(session.lock_file, found)
     rows = sources.describe(found, session.recipe, session.settings)
     return Locked(found, rows, session.lock_file, is_new and not dry_run, differences)
 
@@ -191,14 +192,19 @@ def deployed(session: Session, *, offline: bool = False) -> Iterator[tuple[Deplo
 
 
 def run_steps(
-    session: Session, steps: tuple[str, ...], *, dry_run: bool = False, adopt: Collection[str] = ()
+    session: Session,
+    steps: tuple[str, ...],
+    *,
+    dry_run: bool = False,
+    adopt: Collection[str] = (),
+    opened: Deployment | None = None,
 ) -> Outcome:
-    """Facts, plan, preflight, apply: the line that every writing command is a part of."""
+    """Facts, plan, preflight, apply: the line that every writing command is a part of, also over an open connection."""
     begun = time.monotonic()
-    with deployed(session) as (deployment, lock_is_new):
+    with nullcontext((opened, False)) if opened else deployed(session) as (deployment, lock_is_new):
         if dry_run:
             planning.look_for_weights(deployment, adopt, session.voice.warn, only_assume=True)
-            return Outcome(steps, plan_steps(session, deployment, steps)[0])
+            return Outcome(steps, plan_steps(session, deployment, steps, dry_run=True)[0])
         with pair_lock(session.state, session.command):
             if lock_is_new:
                 lock.write_lock(session.lock_file, deployment.lock)
@@ -236,7 +242,7 @@ def carry_out(session: Session, deployment: Deployment, wanted: Plan) -> ApplyRe
 
 
 def plan_steps(
-    session: Session, deployment: Deployment, steps: tuple[str, ...]
+    session: Session, deployment: Deployment, steps: tuple[str, ...], *, dry_run: bool = False
 ) -> tuple[Plan, planning.Starting | None]:
     """Plan the wanted steps; an earlier step that is still to be made, and not wanted now, is an error."""
     if set(steps) == {"tune"}:
@@ -250,8 +256,10 @@ def plan_steps(
             session.voice.warn(f"{change.node} is not tuned ({change.before}); `sparkserve tune` sets {change.after}")
         for text in session.recipe.warnings:
             session.voice.warn(text)
-        start = planning.plan_start(deployment, session.state / "runs", every, session.skip_checks)
-        blueprint.save_facts(session.facts_file, blueprint.see(deployment.cluster, start.links))
+        runs = session.state / "runs"
+        start = planning.plan_start(deployment, runs, every, session.skip_checks, dry_run=dry_run)
+        if not dry_run:
+            blueprint.save_facts(session.facts_file, blueprint.see(deployment.cluster, start.links))
         every += start.changes
     chosen, pending = select(every, steps)
     if pending:

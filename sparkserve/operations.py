@@ -266,7 +266,7 @@ def prove_cable(session: Session, cluster: Cluster, links: dict[Role, link.LinkF
 
     def is_idle() -> bool:
         question = Question(cluster, session.recipe, endpoint, session.state / "movement.json", ask_token=False)
-        evidence = status_look.look(replace(question, patience=_GLANCE_SECONDS)).evidence
+        evidence = status_look.look(replace(question, patience=_GLANCE_SECONDS, remembers=False)).evidence
         return bool(evidence.samples) and not evidence.in_flight
 
     try:

@@ -86,12 +86,17 @@ class Starting:
 
 
 def plan_start(
-    deployment: Deployment, runs_dir: Path, earlier: Iterable[Change], skipped_checks: tuple[str, ...] = ()
+    deployment: Deployment,
+    runs_dir: Path,
+    earlier: Iterable[Change],
+    skipped_checks: tuple[str, ...] = (),
+    *,
+    dry_run: bool,
 ) -> Starting:
     """Plan the start of both ranks, which needs every earlier change."""
     links = deployment.cluster.on_both(link.gather)
     specs = build_specs(deployment, links)
-    status = look(ask_status(deployment, specs, runs_dir.parent))
+    status = look(replace(ask_status(deployment, specs, runs_dir.parent), remembers=not dry_run))
     if status.unseen:
         raise Failures(list(status.unseen.values()))
     launch = Launch(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 from sparkserve import link, ssh_trust, system
 from sparkserve.checks import show_size
-from sparkserve.cluster import ROLES, Node, Role, connect
+from sparkserve.cluster import ROLES, Cluster, Node, Role, connect
 from sparkserve.env_file import render
 from sparkserve.errors import SparkserveError, usage_error
 from sparkserve.hosts import LocalHost
@@ -57,7 +58,10 @@ class Interview(Protocol):
 
 @dataclass(frozen=True)
 class Wish:
-    """What was asked for on the command line; `flags` are settings by name, `accept` a fingerprint."""
+    """What was asked for on the command line; `flags` are settings by name, `accept` a fingerprint.
+
+    With `dry_run` nothing is written: a worker whose host key is not known cannot be looked at then.
+    """
 
     env_file: Path
     flags: Mapping[str, str | None]
@@ -65,6 +69,7 @@ class Wish:
     accept: str | None = None
     force: bool = False
     from_running: bool = False
+    dry_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ class Setup:
     """What came of it: the file, its values by setting, both nodes, the proposed cable, and what is left to do.
 
     `loaded` and `text` are the settings and the file as they will be; with `from_running` the file is still to write.
+    `cluster` is connected for who looks further.
     """
 
     env_file: Path
@@ -91,6 +97,7 @@ class Setup:
     proposal: Proposal | None = None
     trusted: ssh_trust.HostKey | None = None
     notes: list[str] = field(default_factory=list)
+    cluster: Cluster | None = field(default=None, repr=False)
 
 
 @dataclass
@@ -131,12 +138,16 @@ class Choices:
                 return answer
 
 
-def init(wish: Wish, voice: Interview, show: Callable[[Setup], None]) -> Setup:
+@contextmanager
+def init(wish: Wish, voice: Interview, show: Callable[[Setup], None]) -> Iterator[Setup]:
     """Make the worker known, look at both nodes, and write their `.env`; `show` gets what was seen before it asks."""
     path = wish.env_file.resolve()
+    if wish.from_running and wish.dry_run:
+        raise usage_error("usage", "--from-running has no --dry-run", "--recipe-dir and --env-file say where it writes")
     if path.is_dir():
         raise usage_error("settings_unreadable", f"{path} is a directory", "name a file with --env-file")
-    if path.exists() and not wish.force and not voice.ask(f"{path} is there already. Write it anew?", "--force"):
+    is_kept = path.exists() and not (wish.force or wish.dry_run)
+    if is_kept and not voice.ask(f"{path} is there already. Write it anew?", "--force"):
         raise usage_error("settings_kept", f"{path} is as it was", "look at it with `sparkserve config`")
     loaded = load(path if path.exists() else Path(os.devnull), wish.environment, wish.flags)
     choices = Choices(loaded, voice)
@@ -144,8 +155,9 @@ def init(wish: Wish, voice: Interview, show: Callable[[Setup], None]) -> Setup:
     if choices.is_given("recipe"):  # before anybody looks at two machines for it
         find_recipe(loaded.settings.recipe, wish.environment)
     settings = load(Path(os.devnull), {}, {**loaded.settings.model_dump(), **choices.values}).settings
-    found = Setup(path, choices.values, loaded, trusted=ssh_trust.meet(settings, wish.accept, voice.ask))
+    trusted = None if wish.dry_run else ssh_trust.meet(settings, wish.accept, voice.ask)
     with connect(settings) as cluster:
+        found = Setup(path, choices.values, loaded, trusted=trusted, cluster=cluster)
         found.seen = cluster.on_both(_look)
         show(found)
         # The recipe of a pair that runs is written afterwards, and uses its files where they lie.
@@ -155,12 +167,14 @@ def init(wish: Wish, voice: Interview, show: Callable[[Setup], None]) -> Setup:
             found.notes += choose_places(choices, found.seen, recipe)
         found.proposal, notes = choose_link(choices, found.seen, recipe)
         found.notes += notes
-    old = path if path.exists() else Path(os.devnull)
-    found.loaded = replace(load(old, wish.environment, choices.values), env_file=path)
-    found.text = _text(old, choices.values)
-    if not wish.from_running:
-        LocalHost("head").write(path, found.text.encode(), 0o600)
-    return found
+        old = path if path.exists() else Path(os.devnull)
+        found.loaded = replace(load(old, wish.environment, choices.values), env_file=path)
+        found.text = _text(old, choices.values)
+        if not (wish.from_running or wish.dry_run):
+            LocalHost("head").write(path, found.text.encode(), 0o600)
+        for node in cluster.nodes:
+            node.settings = found.loaded.settings
+        yield found
 
 
 def _check_worker(answer: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from sparkserve.checks import show_size
+from sparkserve.hosts import mask
 from sparkserve.tables import make_table
 
 if TYPE_CHECKING:
@@ -55,6 +56,11 @@ def setup_data(found: Setup) -> dict[str, Any]:
 def setup_view(found: Setup) -> Table:
     """Show what was decided."""
     return make_table("setting", "value", rows=found.values.items(), caption=f"written to {found.env_file}")
+
+
+def planned_view(found: Setup) -> str:
+    """Show the file that would be written; its token is nobody's to see."""
+    return f"{mask(found.text, [found.loaded.settings.hf_token])}\nnothing was written to {found.env_file}"
 
 
 def access_data(found: Access, key: str) -> dict[str, Any]:

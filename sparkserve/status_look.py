@@ -32,7 +32,8 @@ _PROBE_SECONDS = 5.0
 class Question:
     """What to look at; `patience` is how long one look waits for a counter to move, in seconds.
 
-    Without `ask_token` an idle engine is not asked for one: whoever looks every second asks now and then only.
+    Without `ask_token` an idle engine is not asked for one: whoever looks every second asks now and then only. Who must
+    not write anything does not remember what moved either.
     """
 
     cluster: Cluster
@@ -42,6 +43,7 @@ class Question:
     wanted: Mapping[Role, str] = field(default_factory=dict)
     patience: float = 6.0
     ask_token: bool = True
+    remembers: bool = True
 
     @property
     def expected(self) -> Expected:
@@ -142,13 +144,12 @@ def _ask_engine(question: Question, evidence: Evidence, container: str) -> Evide
         # Without counters a token is the only proof that is left.
         return _probe(question, replace(evidence, problems=(*problems, f"no counters: {error.message}")))
     evidence = replace(evidence, samples=samples)
-    if samples and samples[-1].in_flight:
-        still = 0.0 if evidence.moved else _remember(question.movement_file, container, samples)
-        if evidence.moved:
-            question.movement_file.unlink(missing_ok=True)
-        return replace(evidence, still_seconds=still)
-    question.movement_file.unlink(missing_ok=True)
-    return _probe(question, evidence)
+    in_flight = bool(samples) and samples[-1].in_flight
+    if in_flight and not evidence.moved:
+        return replace(evidence, still_seconds=_remember(question, container, samples))
+    if question.remembers:
+        question.movement_file.unlink(missing_ok=True)
+    return evidence if in_flight else _probe(question, evidence)
 
 
 def _sample(question: Question, counters: Counters) -> tuple[Sample, ...]:
@@ -213,12 +214,13 @@ def _words(error: EndpointError) -> str:
     return f"{error.message}: {details}" if details else error.message
 
 
-def _remember(path: Path, container: str, samples: tuple[Sample, ...]) -> float:
+def _remember(question: Question, container: str, samples: tuple[Sample, ...]) -> float:
     """Give for how many seconds this container's counters have not moved with requests in flight."""
     now, moving = time.time(), dict(samples[-1].moving)
     here = samples[-1].moment - samples[0].moment
-    known = state_file.read(path)
+    known = state_file.read(question.movement_file)
     if known.get("container") == container and known.get("moving") == moving:
         return max(now - float(known["since"]), here)
-    state_file.write(path, {"container": container, "moving": moving, "since": now - here})
+    if question.remembers:
+        state_file.write(question.movement_file, {"container": container, "moving": moving, "since": now - here})
     return here

@@ -20,18 +20,26 @@ from sparkserve.recipe import Recipe, render
 from sparkserve.records import read_records
 from sparkserve.settings import load
 
+_REPAIR = ("download", "sync")
+
 
 def verify_weights(session: Session, *, full: bool, repair: bool) -> weights.Verification:
     """Prove the weights of both nodes without the network; `repair` then fetches what is wrong, and looks again."""
     with deployed(session, offline=True) as (deployment, _):
         act = partial(carry_out, session, deployment)
         found = weights.verify(deployment, act, full=full)
-    if found.holds or not repair:
-        return found
-    session.voice.say(f"repairing {len(found.wrong)} files")
-    run_steps(session, ("download", "sync"))
-    again = verify_weights(session, full=False, repair=False)
+        if found.holds or not repair:
+            return found
+        session.voice.say(f"repairing {len(found.wrong)} files")
+        run_steps(session, _REPAIR, opened=deployment)
+        again = weights.verify(deployment, act, full=False)
     return weights.Verification(again.findings, again.files, found.hashed, found.wrong)
+
+
+def plan_repair(session: Session) -> Outcome:
+    """Plan what a repair would read and fetch by what is known of the files; none is read."""
+    with deployed(session, offline=True) as (deployment, _):
+        return run_steps(session, _REPAIR, dry_run=True, opened=deployment)
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,8 @@ def prune_storage(
     session: Session, confirm: Callable[[Outcome], bool], *, dry_run: bool, build_cache: bool = False
 ) -> Outcome:
     """Remove what neither a lock nor a container uses, once `confirm` says yes to the list."""
-    with deployed(session, offline=True) as (deployment, _), pair_lock(session.state, session.command):
+    held = contextlib.nullcontext() if dry_run else pair_lock(session.state, session.command)
+    with deployed(session, offline=True) as (deployment, _), held:
         begun = time.monotonic()
         needed = _with_others(session, deployment)
         found = deployment.cluster.on_both(lambda node: prune.plan(node, _wanted(needed, node)))

@@ -106,6 +106,20 @@ def test_stalled_is_known_after_the_limit_over_several_looks(question: Question,
     assert not question.movement_file.exists()
 
 
+def test_who_must_not_write_counts_on_from_what_is_known(question: Question, pair: Pair) -> None:
+    pair.script(stalled=True)
+    finish = in_background(pair, "hello", max_tokens=3)
+    look(replace(question, remembers=False))
+    assert not question.movement_file.exists()
+    look(question)
+    kept = question.movement_file.read_bytes()
+    assert look(replace(question, remembers=False)).verdict.state == "stalled"
+    pair.script()
+    finish()
+    assert look(replace(question, remembers=False)).verdict.state == "running"
+    assert question.movement_file.read_bytes() == kept
+
+
 def test_movement_of_another_container_says_nothing(question: Question, pair: Pair) -> None:
     pair.script(stalled=True)
     finish = in_background(pair, "hello", max_tokens=3)

@@ -15,18 +15,25 @@ LOCK = f"{HOME}/sparkserve.lock.json"
 MODELS = f"{HOME}/sparkserve/models"
 # Everything of ours that a command could change.
 PLACES = ("home/spark/sparkserve", "home/spark/recipes", "var/lib/sparkserve", "etc/sysctl.d")
+# And what a command that is only refused may write: who held the lock.
+EVERYWHERE = ("home/spark", "var/lib/sparkserve", "etc/sysctl.d", "etc/sudoers.d", "etc/systemd")
 
 
-def look(pair: Pair) -> list[Any]:
+def look(pair: Pair, places: tuple[str, ...] = PLACES) -> list[Any]:
     """See both nodes' files of ours with size and time, their containers and their images."""
     return [
-        (_files(node), _docker(node, "/containers/json?all=1"), _docker(node, "/images/json"))
+        (_files(node, places), _docker(node, "/containers/json?all=1"), _docker(node, "/images/json"))
         for node in pair.lab.nodes
     ]
 
 
-def _files(node: LabNode) -> dict[str, tuple[int, int]]:
-    paths = [path for place in PLACES for path in (node.root / place).rglob("*")]
+def connections(pair: Pair) -> int:
+    """Count the logins at the worker so far."""
+    return (pair.worker.files / "log/sshd.log").read_text().count("Accepted publickey")
+
+
+def _files(node: LabNode, places: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+    paths = [path for place in places for path in (node.root / place).rglob("*")]
     paths += (node.root / "home/spark").glob("sparkserve.lock.json")
     states = {str(path.relative_to(node.root)): path.lstat() for path in paths}
     return {path: (state.st_size, state.st_mtime_ns) for path, state in states.items()}

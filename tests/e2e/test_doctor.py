@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sparkserve.blueprint import load_facts
-from tests.e2e.refusal import MODELS, look
+from tests.e2e.refusal import MODELS, connections, look
 from tests.e2e.test_bad_input import known_hosts, squatter
 from tests.lab.node import LabNode
 from tests.lab.nodes import Lab
@@ -42,10 +42,6 @@ def told(answer: dict[str, Any], name: str, node: str) -> dict[str, str]:
     found = [check for check in answer["data"]["checks"] if (check["id"], check["node"]) == (name, node)]
     worst: dict[str, str] = min(found, key=lambda check: wrong[check["verdict"]])
     return worst
-
-
-def connections(pair: Pair) -> int:
-    return (pair.worker.files / "log/sshd.log").read_text().count("Accepted publickey")
 
 
 # -- in order ---------------------------------------------------------------------------------------------------------
@@ -427,7 +423,9 @@ def test_a_directory_is_made_after_asking(pair: Pair) -> None:
     refused = pair.sparkserve("doctor", "--fix")
     assert refused.returncode == 2
     assert "add --yes" in refused.stderr.decode()
+    before = connections(pair)
     answer = pair.ask("doctor", "--fix", "--yes")
+    assert connections(pair) - before == 1
     owners = [node.run(["stat", "-c", "%U", place]).stdout.decode().strip() for node in pair.lab.nodes]
     for node in pair.lab.nodes:
         node.run(["rm", "-rf", place], user="root")

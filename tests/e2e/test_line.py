@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from typing import Any
 
 import pytest
 
-from tests.lab.pair import Pair
+from tests.e2e.refusal import EVERYWHERE, connections, look
+from tests.lab.pair import TOKEN, Pair
 
 pytestmark = pytest.mark.lab
 
@@ -85,8 +87,6 @@ def test_ranks_get_the_names_of_their_own_node(shared_pair: Pair) -> None:
 
 @pytest.mark.usefixtures("first")
 def test_no_secret_is_left_in_sight(shared_pair: Pair) -> None:
-    from tests.lab.pair import TOKEN
-
     state = shared_pair.head.run(["sh", "-c", "cat ~/sparkserve.lock.json; grep -r . ~/.local/state/sparkserve"])
     shown = [state.stdout.decode()]
     shown += [node.docker("inspect", f"sparkserve-rank{rank}") for rank, node in enumerate(shared_pair.lab.nodes)]
@@ -113,6 +113,57 @@ def test_a_command_opens_one_connection_to_the_worker(shared_pair: Pair, words: 
     before = log.read_text().count("Accepted publickey")
     assert shared_pair.ask(*words)["exit_code"] == 0
     assert log.read_text().count("Accepted publickey") - before == 1
+
+
+@pytest.mark.usefixtures("first")
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("verify", 0),
+        ("plan --live", 1),
+        ("init --yes --force --recipe recipes/lab", 1),
+        ("weights verify --repair", 1),
+    ],
+)
+def test_other_commands_open_one_connection_at_most(shared_pair: Pair, line: str, count: int) -> None:
+    models = shared_pair.worker.root / "home/spark/sparkserve/models"
+    if "--repair" in line:
+        next(models.rglob("tokenizer_config.json")).write_text("{}")
+    before = connections(shared_pair)
+    answer = shared_pair.ask(*line.split())
+    shared_pair.write_settings()
+    assert answer["exit_code"] == 0, answer
+    assert connections(shared_pair) - before == count
+
+
+@pytest.mark.usefixtures("first")
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("up", "start", "stop --force", "download", "sync", "template", "build --no-cache", "tune", "tune --undo"),
+        *("lock --update", "prune --build-cache", "weights verify --repair", "service install", "service remove"),
+        *("init --yes --recipe recipes/lab", "doctor --fix"),
+    ],
+)
+def test_a_dry_run_touches_nothing_also_beside_a_command_at_work(shared_pair: Pair, line: str) -> None:
+    before, logins = look(shared_pair, EVERYWHERE), connections(shared_pair)
+    with (shared_pair.head.root / "home/spark/.local/state/sparkserve/lock").open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        answer = shared_pair.ask(*line.split(), "--dry-run")
+    assert answer["exit_code"] == 0, answer
+    assert look(shared_pair, EVERYWHERE) == before
+    assert connections(shared_pair) - logins == (not line.startswith(("lock", "service")))
+
+
+@pytest.mark.usefixtures("first")
+def test_a_dry_run_shows_what_would_be_done(shared_pair: Pair) -> None:
+    shown = shared_pair.sparkserve("init", "--yes", "--recipe", "recipes/lab", "--dry-run").stdout.decode()
+    assert f"SPARKSERVE_HEAD_LINK={shared_pair.head.link_address}" in shown
+    assert TOKEN not in shown
+    shared_pair.write_settings(SPARKSERVE_WORKER_MODELS_DIR="/srv/models")
+    fixed = shared_pair.sparkserve("doctor", "--fix", "--dry-run").stderr.decode()
+    shared_pair.write_settings()
+    assert "would do: worker: sudo install -d" in fixed
 
 
 @pytest.mark.usefixtures("first")

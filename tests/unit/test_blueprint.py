@@ -49,6 +49,13 @@ def test_without_facts_everything_unknown_is_a_named_place(home: Path) -> None:
     assert head.image == "sparkserve/tensorfold-1017:<image.id>"
 
 
+def test_a_plan_from_memory_asks_no_node() -> None:
+    node = blueprint._known_node(Settings(), "worker", blueprint.Place(home="/home/spark"))
+    with pytest.raises(SparkserveError) as caught:
+        node.host.run(["true"])
+    assert (caught.value.code, caught.value.hint) == ("not_looked", "sparkserve plan --live")
+
+
 def test_the_settings_count_without_facts() -> None:
     settings = Settings.model_validate({"head_link": "10.0.0.1", "worker_cache_dir": "/fast/cache", "context": 4096})
     drawn = draw(settings, RECIPE, None, None)

@@ -94,9 +94,25 @@ def test_a_changed_unit_waits_for_a_head_on_which_nothing_runs(
     assert boot.look(session).state == "as wanted"
 
 
+def test_what_systemd_refuses_is_told(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise SparkserveError("command_failed", "it failed", details="Unit is masked")
+
+    unit = boot.look(session)
+    monkeypatch.setattr(boot, "give_sudo_password", lambda *_: None)
+    monkeypatch.setattr(LocalHost, "sudo", refuse)
+    Path(unit.path).write_text(unit.text)
+    with pytest.raises(SparkserveError) as caught:
+        boot.install(session, boot.look(session))
+    assert (caught.value.code, caught.value.details) == ("service_failed", "Unit is masked")
+    assert caught.value.hint.startswith("journalctl")
+
+
 def test_remove_takes_all_away_and_again_says_so(session: Session, ran: list[list[str]]) -> None:
     boot.install(session, boot.look(session))
     ran.clear()
+    assert "would be" in boot.remove(session, dry_run=True)
+    assert (Path(boot._PATH).exists(), ran) == (True, [])
     assert "the pair goes on" in boot.remove(session)
     assert not Path(boot._PATH).exists()
     assert systemctl(ran) == ["stop sparkserve.service", "--no-reload disable sparkserve.service"]

@@ -66,6 +66,17 @@ def test_a_recipe_for_one_run_has_its_own_lock_where_the_lock_is_anothers(tmp_pa
     assert make_session(tmp_path, "smoke").lock_file == tmp_path / "sparkserve.smoke.lock.json"
 
 
+def test_a_lock_is_not_written_under_a_command_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = make_session(tmp_path)
+    found = make_lock(session.recipe)
+    monkeypatch.setattr(lifecycle, "resolve_lock", lambda *_, **__: (found, True))
+    with pair_lock(session.state, "up"), pytest.raises(SparkserveError, match="`sparkserve up`"):
+        lifecycle.lock_sources(session, update=True, dry_run=False)
+    assert not session.lock_file.exists()
+    assert lifecycle.lock_sources(session, update=True, dry_run=False).written
+    assert session.lock_file.exists()
+
+
 # -- eyes -------------------------------------------------------------------------------------------------------------
 
 
