@@ -14,7 +14,13 @@ from sparkserve.command_line import Check, Common, DryRun, Recipe, SkipCheck, ap
 from sparkserve.errors import EXIT_CHANGES, EXIT_FAILED, EXIT_USAGE, SparkserveError
 from sparkserve.output import Mode, Output, end_streams, open_streams
 
-__all__ = ["app", "main"]
+__all__ = ["app", "cli_doctor", "cli_link", "main"]
+
+# In which help lists the commands.
+_ORDER = (
+    *("init", "connect", "doctor", "config", "lock", "download", "sync", "template", "build", "tune", "start", "up"),
+    *("verify", "status", "watch", "stop", "logs", "history", "diagnose", "link", "prune", "plan"),
+)
 
 app.add_typer(cli_recipes.recipes, name="recipes")
 app.add_typer(cli_weights.weights, name="weights")
@@ -22,18 +28,19 @@ app.add_typer(cli_operate.service, name="service")
 app.add_typer(cli_setup.key, name="key")
 
 
-cli_setup.register()
-cli_doctor.register()
-
-
 @command("sparkserve config; sparkserve config --json")
 def config(common: Common) -> None:
     """Show every setting, its value and its source."""
-    from sparkserve import tables
+    from sparkserve import lifecycle, tables
     from sparkserve.settings import load, process_environment
 
-    output = common.output
-    rows = tables.config_rows(load(common.env_file, process_environment(), {}))
+    output, environment, recipe = common.output, process_environment(), None
+    loaded = load(common.env_file, environment, {})
+    try:
+        recipe = lifecycle.find_recipe(loaded.settings.recipe, environment)
+    except SparkserveError as error:
+        output.warn(f"{error}; what the recipe decides is not shown")
+    rows = tables.config_rows(loaded, recipe)
     output.result("config", {"settings": rows}, tables.config_table(rows))
 
 
@@ -216,19 +223,14 @@ def up(  # noqa: PLR0913 - one for each option
 
 
 @command("sparkserve verify; sparkserve verify --json")
-def verify(common: Common, *, recipe: Recipe = None) -> None:
+def verify(common: Common, *, recipe: Recipe = None) -> int:
     """Prove the endpoint by real requests."""
     from sparkserve import lifecycle, tables
 
     output = common.output
     proofs = lifecycle.verify_endpoint(session(common, "verify", output, recipe=recipe))
     code = tables.proofs_exit_code(proofs)
-    output.result("verify", {"proofs": proofs}, tables.proofs_table(proofs), exit_code=code)
-    raise typer.Exit(code)
-
-
-cli_operate.register()
-cli_link.register()
+    return output.result("verify", {"proofs": proofs}, tables.proofs_table(proofs), exit_code=code)
 
 
 @command("sparkserve prune --dry-run; sparkserve prune --yes; sparkserve prune --build-cache")
@@ -271,7 +273,7 @@ def plan(
         typer.Option("--against-running", help="Show how the pair that runs differs; exit 4 where nobody knows why."),
     ] = False,
     recipe: Recipe = None,
-) -> None:
+) -> int:
     """Show the exact container command of each rank.
 
     It asks no node and no network: what was last seen of the nodes is used, and what is not known is a named place.
@@ -287,11 +289,13 @@ def plan(
         compared = takeover_story.compare_with_running(run)
         code = EXIT_CHANGES if compared.unexplained else 0
         data, view = takeover_tables.differences_data(compared), takeover_tables.differences_view(compared)
-        output.result("plan", data, view, exit_code=code)
-        raise typer.Exit(code)
+        return output.result("plan", data, view, exit_code=code)
     found = lifecycle.draw(run, facts, live=live)
     data = recipe_tables.blueprint_data(found, run.recipe)
-    output.result("plan", data, *recipe_tables.blueprint_view(found, run.recipe))
+    return output.result("plan", data, *recipe_tables.blueprint_view(found, run.recipe))
+
+
+app.registered_commands.sort(key=lambda item: _ORDER.index(item.name or ""))
 
 
 @app.callback(invoke_without_command=True)

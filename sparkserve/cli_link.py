@@ -23,13 +23,14 @@ _NO_ADDRESSES = (
 )
 
 
+@command("sparkserve link; sparkserve link --prove; sparkserve link --prove --floor 50")
 def link(
     common: Common,
     *,
     prove: Annotated[bool, typer.Option("--prove", help="Prove it both ways: frames, TCP, bandwidth; 2 s.")] = False,
     floor: Annotated[float | None, typer.Option("--floor", min=0, help="Gb/s it must carry; else 5.")] = None,
     recipe: Recipe = None,
-) -> None:
+) -> int:
     """Draw the cable between the nodes; --prove tests it.
 
     Ports, interfaces, addresses, MTU, speed and RDMA of both nodes, and which traffic takes which way. It changes
@@ -43,13 +44,7 @@ def link(
     found = operations.see_cable(session(common, "link", output, recipe=recipe), floor=wanted if prove else None)
     has_way = found.proposals or all(link.interface for link in found.links.values())
     code = tables.proofs_exit_code(found.checks) or (0 if has_way else EXIT_NOT_READY)
-    output.result("link", found, *_view(found, output), exit_code=code)
-    raise typer.Exit(code)
-
-
-def register() -> None:
-    """Make it a command, in its place in the help."""
-    command("sparkserve link; sparkserve link --prove; sparkserve link --prove --floor 50")(link)
+    return output.result("link", found, *_view(found, output), exit_code=code)
 
 
 def _view(found: Cable, output: Output) -> Iterator[Table | str]:

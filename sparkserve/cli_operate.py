@@ -17,12 +17,13 @@ service = typer.Typer(
 )
 
 
+@command("sparkserve status; sparkserve status --watch; sparkserve status --json")
 def status(
     common: Common,
     *,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again and again until Ctrl-C.")] = False,
     recipe: Recipe = None,
-) -> None:
+) -> int:
     """Tell what the pair does, without disturbing it."""
     from sparkserve import operate_tables, operations
 
@@ -31,13 +32,13 @@ def status(
     if watch:
         _refuse_json(common, "status --watch", "`sparkserve status --json`, again and again")
         output.live(operations.looks(run, 2.0), operate_tables.status_view, operate_tables.status_line)
-        return
+        return 0
     found = operations.look(run)
-    code = found.status.verdict.exit_code
-    output.result("status", operate_tables.status_data(found), *operate_tables.status_view(found), exit_code=code)
-    raise typer.Exit(code)
+    data, view = operate_tables.status_data(found), operate_tables.status_view(found)
+    return output.result("status", data, *view, exit_code=found.status.verdict.exit_code)
 
 
+@command("sparkserve watch")
 def watch(common: Common) -> None:
     """Watch over the pair and restart it when it breaks.
 
@@ -57,6 +58,7 @@ def _refuse_json(common: Common, name: str, instead: str) -> None:
         raise usage_error("json_endless", f"{name} has no end and so no --json", instead)
 
 
+@command("sparkserve stop; sparkserve stop --force")
 def stop(
     common: Common,
     *,
@@ -73,6 +75,7 @@ def stop(
     output.result("stop", tables.outcome_data(outcome), view)
 
 
+@command("sparkserve logs --rank 1; sparkserve logs --follow --grep ERROR; sparkserve logs --run last")
 def logs(  # noqa: PLR0913 - one for each option
     common: Common,
     *,
@@ -97,6 +100,7 @@ def logs(  # noqa: PLR0913 - one for each option
     output.lines("logs", lines, lambda line: f"rank {line.rank}  {line.text}")
 
 
+@command("sparkserve history")
 def history(common: Common) -> None:
     """List the starts, how long they took, how they ended."""
     from sparkserve import operate_tables, operations
@@ -108,6 +112,7 @@ def history(common: Common) -> None:
     output.result("history", data, operate_tables.history_table(found))
 
 
+@command("sparkserve diagnose --to /tmp")
 def diagnose(
     common: Common,
     *,
@@ -120,7 +125,7 @@ def diagnose(
 
     output = common.output
     run = session(common, "diagnose", output, recipe=recipe)
-    found = write_archive(run, to, tables.config_rows(run.loaded))
+    found = write_archive(run, to, tables.config_rows(run.loaded, run.recipe))
     output.result("diagnose", found, operate_tables.archive_table(found))
 
 
@@ -148,26 +153,13 @@ def install(common: Common, *, dry_run: DryRun = False) -> None:
 
 
 @command("sparkserve service remove", service)
-def remove(common: Common) -> None:
+def remove(common: Common, *, dry_run: DryRun = False) -> None:
     """Stop, disable and remove the unit; the pair goes on."""
     from sparkserve import boot
 
     output = common.output
-    done = boot.remove(session(common, "service", output))
+    done = boot.remove(session(common, "service", output), dry_run=dry_run)
     output.result("service", {"done": done}, done)
-
-
-def register() -> None:
-    """Make these functions commands, in the order in which help lists them."""
-    for examples, function in (
-        ("sparkserve status; sparkserve status --watch; sparkserve status --json", status),
-        ("sparkserve watch", watch),
-        ("sparkserve stop; sparkserve stop --force", stop),
-        ("sparkserve logs --rank 1; sparkserve logs --follow --grep ERROR; sparkserve logs --run last", logs),
-        ("sparkserve history", history),
-        ("sparkserve diagnose --to /tmp", diagnose),
-    ):
-        command(examples)(function)
 
 
 def parse_seconds(text: str) -> float | None:

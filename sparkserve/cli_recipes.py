@@ -23,22 +23,14 @@ def recipes_without_command(
     *,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """List, explain, check and make recipes."""
-    if context.invoked_subcommand is None:
-        _list(Common(json=json))
-
-
-@command("sparkserve recipes list; sparkserve recipes list --json", recipes)
-def list_(common: Common) -> None:
-    """List the recipes that came with sparkserve."""
-    _list(common)
-
-
-def _list(common: Common) -> None:
+    """List, explain, check and make recipes; without a word it lists those that came with sparkserve."""
+    if context.invoked_subcommand is not None:
+        return
     from sparkserve import recipe_source, recipe_tables
 
     found = [recipe_source.load_recipe(name) for name in recipe_source.shipped_names()]
-    common.output.result("recipes", {"recipes": recipe_tables.recipe_rows(found)}, recipe_tables.recipes_table(found))
+    data, view = {"recipes": recipe_tables.recipe_rows(found)}, recipe_tables.recipes_table(found)
+    Common(json=json).output.result("recipes", data, view)
 
 
 @command("sparkserve recipes show tensorfold-1017", recipes)
@@ -63,7 +55,7 @@ def _show(common: Common, recipe: Recipe) -> None:
 
 
 @command("sparkserve recipes check ./my-recipe", recipes)
-def check(common: Common, directory: Directory) -> None:
+def check(common: Common, directory: Directory) -> int:
     """Prove a new recipe without hardware.
 
     The keys, both ranks' commands, ports, flags given twice, mounts, the memory budget, and arguments that are JSON.
@@ -76,8 +68,7 @@ def check(common: Common, directory: Directory) -> None:
     shown = recipe_tables.blueprint_view(drawn, found) if drawn else []
     data = {"findings": findings, **(recipe_tables.blueprint_data(drawn, found) if drawn else {})}
     code = 1 if any(item.problem for item in findings) else 0
-    common.output.result("recipes", data, recipe_tables.findings_table(findings), *shown, exit_code=code)
-    raise typer.Exit(code)
+    return common.output.result("recipes", data, recipe_tables.findings_table(findings), *shown, exit_code=code)
 
 
 @command("sparkserve recipes new ./my-recipe", recipes)

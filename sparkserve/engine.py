@@ -114,12 +114,11 @@ def _short(digest: str) -> str:
 def _remove_old(cluster: Cluster, facts: Mapping[Role, Facts], launch: Launch) -> Change:
     """Remove both ranks of an earlier run, rank 0 first: a stale head would capture a new worker."""
     before = "; ".join(f"{role}: {_state(facts, role, launch)}" for role in ROLES)
-    disturbs = any(container.is_running for found in facts.values() for container in found.containers)
 
     def action(work: Work) -> str:
         return stop(cluster, launch.stopping(work)).summary
 
-    return Change("head", STEP, "old pair", before, "gone", action, launch.needs, "start", disturbs=disturbs)
+    return Change("head", STEP, "old pair", before, "gone", action, launch.needs, "start")
 
 
 def _create(
@@ -260,4 +259,4 @@ def plan_stop(cluster: Cluster, facts: Mapping[Role, Facts], stopping: Stopping)
         return stop(cluster, replace(stopping, tell=work.note, check=work.check)).summary
 
     unseen = [f"{role}: could not be asked" for role in ROLES if role not in facts]
-    return [Change("head", "stop", "both ranks", "; ".join([*found, *unseen]), "gone", action, disturbs=True)]
+    return [Change("head", "stop", "both ranks", "; ".join([*found, *unseen]), "gone", action)]

@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -76,6 +77,7 @@ class Host(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self.sudo_password: SecretStr | None = None
+        self._asks_password = False
 
     @abstractmethod
     def open(self, argv: Sequence[str]) -> Process:
@@ -128,9 +130,12 @@ class Host(ABC):
             raise SparkserveError("file_unwritable", f"cannot write {path}: {reason}", hint, self.name)
 
     def asks_sudo_password(self) -> bool:
-        """Whether sudo wants a password here; root is not asked."""
-        return not self.is_root() and self.run(["sudo", "-n", "--", "true"], check=False).exit_code != 0
+        """Whether sudo wants a password here, which is tried until it does; root is not asked."""
+        if not self._asks_password and not self.is_root:
+            self._asks_password = self.run(["sudo", "-n", "--", "true"], check=False).exit_code != 0
+        return self._asks_password
 
+    @cached_property
     def is_root(self) -> bool:
         """Whether we are root on the machine."""
         return self.run(["id", "-u"]).text == "0"
@@ -147,7 +152,7 @@ class Host(ABC):
 
     def sudo(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 60.0) -> CommandResult:
         """Run `argv` as root: directly, or by sudo without a password, or with the password we were given."""
-        if self.is_root():
+        if self.is_root:
             return self.run(argv, stdin=stdin, timeout=timeout)
         if not self.asks_sudo_password():
             return self.run(["sudo", "-n", "--", *argv], stdin=stdin, timeout=timeout)

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkserve.errors import EXIT_INTERRUPTED, SparkserveError, flatten
@@ -86,11 +85,12 @@ class Output:
         else:
             yield LineReporter(plan, self.say)
 
-    def result(self, command: str, data: object, *shown: RenderableType | str, exit_code: int = 0) -> None:
-        """Give the result: renderables for a person, one object for a program."""
+    def result(self, command: str, data: object, *shown: RenderableType | str, exit_code: int = 0) -> int:
+        """Give the result, renderables for a person and one object for a program, and hand the exit code on."""
         if self.mode is Mode.JSON:
             _print_json(command, "ok" if exit_code == 0 else "failed", exit_code, to_plain(data), [])
         self.show(*shown)
+        return exit_code
 
     def show(self, *shown: RenderableType | str) -> None:
         """Show something to a person, and only to one."""
@@ -123,7 +123,7 @@ class Output:
             for item in items:
                 screen.update(Group(*view(item)), refresh=True)
 
-    def error(self, command: str, error: SparkserveError, data: object = None, *, log: Path | None = None) -> None:
+    def error(self, command: str, error: SparkserveError, data: object = None) -> None:
         """Say what failed, each single error with its node, its details and the next command."""
         singles = flatten(error)
         if self.mode is Mode.JSON:
@@ -139,8 +139,6 @@ class Output:
                 print(f"    {line}", file=sys.stderr)
             if one.hint:
                 print(f"hint: {one.hint}", file=sys.stderr)
-        if log is not None:
-            print(f"log: {log}", file=sys.stderr)
         sys.stderr.flush()
 
     @property

@@ -36,6 +36,14 @@ def decide_parameters(settings: Settings, recipe: Recipe) -> Parameters:
     return own.model_copy(update=wanted)
 
 
+def find_defaults(recipe: Recipe) -> dict[str, object]:
+    """Give what a recipe decides where the settings say nothing, by the name of the setting."""
+    own = {name: getattr(recipe.parameters, name) for name in _CHANGEABLE}
+    ports, image = recipe.ports, recipe.image
+    sources = {"engine_repository": image.engine_repository, "engine_revision": image.engine_revision}
+    return {**own, "api_port": ports.api, "master_port": ports.master, **sources, "image": image.reference}
+
+
 def _most_tokens(recipe: Recipe) -> int | None:
     """Give the longest context that model and key-value cache allow."""
     memory = recipe.memory

@@ -58,7 +58,6 @@ class Change:
     needs: tuple[str, ...] = ()
     lane: str = ""
     size: int = 0
-    disturbs: bool = False
 
     @property
     def key(self) -> str:

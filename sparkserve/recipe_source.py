@@ -36,7 +36,7 @@ def find_directory(name: str) -> Path:
     if not (directory / "recipe.toml").is_file():
         near = nearest_name(name, shipped_names())
         raise usage_error(
-            "recipe_unknown", f"no recipe {name}{near}", "`sparkserve recipes list` shows them; a path works too"
+            "recipe_unknown", f"no recipe {name}{near}", "`sparkserve recipes` lists them; a path works too"
         )
     return directory
 

@@ -37,9 +37,10 @@ def begin() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     del frame
-    for other, handler in zip(_NUMBERS, (_warn, signal.SIG_IGN), strict=True):
-        if signal.getsignal(other) is _interrupt:
-            signal.signal(other, handler)
+    if signal.getsignal(signal.SIGINT) is _interrupt:
+        signal.signal(signal.SIGINT, _warn)
+    if signal.getsignal(signal.SIGTERM) is _interrupt:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 

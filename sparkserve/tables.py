@@ -10,12 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from sparkserve.checks import show_size
+from sparkserve.parameters import find_defaults
 from sparkserve.progress import duration
 from sparkserve.settings import Loaded, Settings, variable_name
 
 if TYPE_CHECKING:
     from sparkserve.lifecycle import Locked, Outcome
     from sparkserve.plan import ApplyReport, Change
+    from sparkserve.recipe import Recipe
 
 STYLES = {
     "ok": "green",
@@ -43,14 +45,16 @@ def verdict_text(verdict: str) -> Text:
     return Text(verdict, style=STYLES.get(verdict, ""))
 
 
-def config_rows(loaded: Loaded) -> list[dict[str, Any]]:
+def config_rows(loaded: Loaded, recipe: Recipe | None) -> list[dict[str, Any]]:
     """List every setting with value and source; a secret shows only that it is set."""
     rows = []
+    defaults = find_defaults(recipe) if recipe else {}
     for name, field in Settings.model_fields.items():
-        value = getattr(loaded.settings, name)
+        value, source = getattr(loaded.settings, name), loaded.sources[name]
+        if source == "default" and defaults.get(name) not in (None, ""):
+            value, source = defaults[name], "recipe"
         shown = "***" if isinstance(value, SecretStr) else None if value in (None, "", ()) else str(value)
-        row = {"name": variable_name(name), "value": shown, "source": loaded.sources[name]}
-        rows.append({**row, "description": field.description})
+        rows.append({"name": variable_name(name), "value": shown, "source": source, "description": field.description})
     return rows
 
 

@@ -135,19 +135,11 @@ def main() -> None:
     parser.add_argument("--bind", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--content-port", type=int, default=0)
-    parser.add_argument("--repos", type=Path)
+    parser.add_argument("--repos", type=Path, required=True)
     parser.add_argument("--token")
     parser.add_argument("--hub-name", default="hub.lab")
     parser.add_argument("--content-name", default="cdn.lab")
-    parser.add_argument("--selfbench", action="store_true", help="print how fast a local client can pull 1 GiB")
     options = vars(parser.parse_args())
-    if options.pop("selfbench"):
-        from tests.lab.hub_bench import selfbench
-
-        sys.stdout.write(selfbench())
-        return
-    if options["repos"] is None:
-        parser.error("--repos is needed")
     done = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: done.set())

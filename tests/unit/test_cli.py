@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import errno
+import inspect
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from typer import Typer
 
 from sparkserve import cli, lifecycle
 from sparkserve.errors import EXIT_USAGE, SparkserveError
@@ -69,6 +75,25 @@ def test_config_shows_every_setting_and_no_secret(
     assert SECRET not in capsys.readouterr().out
 
 
+def test_config_shows_what_the_recipe_decides(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def seen(env: str) -> dict[str, tuple[str | None, str]]:
+        (clean / ".env").write_text(env)
+        rows = run_json(["config", "--json"], capsys)["data"]["settings"]
+        return {row["name"].removeprefix("SPARKSERVE_"): (row["value"], row["source"]) for row in rows}
+
+    found = seen("SPARKSERVE_CONTEXT=4096\n")
+    assert (found["CONTEXT"], found["API_PORT"], found["REQUESTS"]) == (
+        ("4096", ".env"),
+        ("8888", "recipe"),
+        ("4", "recipe"),
+    )
+    assert found["THINKING"] == ("False", "recipe")
+    assert (found["MODELS_DIR"][1], found["IMAGE"]) == ("default", (None, "default"))
+    assert seen("SPARKSERVE_RECIPE=nosuch\n")["API_PORT"] == (None, "default")
+    assert cli._run(["config"]) == 0
+    assert "what the recipe decides is not shown" in capsys.readouterr().err
+
+
 def test_a_key_that_is_there_is_kept_and_named(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (clean / ".env").mkdir()
     assert run_json(["key", "new", "--set", "--json"], capsys)["errors"][0]["code"] == "settings_unreadable"
@@ -101,8 +126,27 @@ def test_what_init_refuses_before_it_looks(
     assert list(clean.iterdir()) == []
 
 
+def commands(group: Typer, *words: str) -> Iterator[tuple[str, frozenset[str]]]:
+    """List every command with its parameters."""
+    for item in group.registered_commands:
+        assert item.callback is not None
+        yield " ".join((*words, item.name or "")), frozenset(inspect.signature(item.callback).parameters)
+    for inner in group.registered_groups:
+        assert inner.typer_instance is not None
+        yield from commands(inner.typer_instance, *words, inner.name or "")
+
+
+def test_each_command_that_changes_the_pair_has_a_dry_run() -> None:
+    found = dict(commands(cli.app))
+    without = {name for name, parameters in found.items() if "dry_run" not in parameters}
+    looks = {"config", "connect", "history", "link", "logs", "plan", "status", "verify"}
+    looks |= {"recipes check", "recipes show", "service show", "weights list"}
+    assert without - looks == {"watch", "diagnose", "key new", "recipes add", "recipes new"}
+    assert looks <= found.keys()
+
+
 def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
-    names = [row["name"] for row in run_json(["recipes", "list", "--json"], capsys)["data"]["recipes"]]
+    names = [row["name"] for row in run_json(["recipes", "--json"], capsys)["data"]["recipes"]]
     assert "tensorfold-1017" in names
 
 
@@ -155,6 +199,27 @@ def test_what_was_done_before_a_failure_or_an_interrupt_is_told(
     for error in (caught.value, Interrupted(report)):
         raising(monkeypatch, error)
         assert run_json(["status", "--json"], capsys)["data"] == told
+
+
+def test_what_the_machine_refuses_is_no_bug(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raising(monkeypatch, OSError(errno.EROFS, "Read-only file system", "/srv/x"))
+    found = run_json(["status", "--json"], capsys)
+    assert [(error["code"], error["message"]) for error in found["errors"]] == [
+        ("file_failed", "/srv/x: Read-only file system")
+    ]
+    assert not (tmp_path / "state").exists()
+
+
+def test_quiet_says_nothing_and_verbose_names_each_command(clean: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (clean / ".env").write_text("SPARKSERVE_WORKER=spark-2\n")
+    assert cli._run(["config", "--quiet"]) == 0
+    assert capfd.readouterr() == ("", "")
+    argv = [sys.executable, "-m", "sparkserve", "lock", "--verbose"]
+    (clean / ".env").write_text("SPARKSERVE_ENGINE_REPOSITORY=/nowhere/engine.git\nHF_ENDPOINT=http://127.0.0.1:1\n")
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert "sparkserve.hosts head: env GIT_TERMINAL_PROMPT=0" in done.stderr
 
 
 def test_a_bug_is_called_one_and_kept_in_a_log(

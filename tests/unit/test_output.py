@@ -107,10 +107,10 @@ def test_json_error_lists_every_single_error(capsys: pytest.CaptureFixture[str])
 
 def test_an_error_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     error = SparkserveError("a", "it broke", "mend it", "worker", "line one\nline two")
-    Output(Mode.HUMAN).error("start", error, log=Path("/state/run.log"))
+    Output(Mode.HUMAN).error("start", error)
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == ("error: worker: it broke\n    line one\n    line two\nhint: mend it\nlog: /state/run.log\n")
+    assert printed.err == "error: worker: it broke\n    line one\n    line two\nhint: mend it\n"
 
 
 def test_quiet_says_errors_and_warnings_only(capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,11 +88,17 @@ def test_check_fails_with_one_object(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [row["what"] for row in found["data"]["findings"] if row["problem"]] == ["ports", "commands of both ranks"]
 
 
+def test_a_recipe_that_is_there_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipe.toml").write_text("mine")
+    assert cli._run(["recipes", "new", str(tmp_path), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["errors"][0]["code"] == "recipe_exists"
+    assert (tmp_path / "recipe.toml").read_text() == "mine"
+
+
 def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["recipes"], ["recipes", "list"]):
-        assert cli._run(words) == 0
-        shown = capsys.readouterr().out
-        assert all(name in shown for name in shipped_names())
+    assert cli._run(["recipes"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in shipped_names())
     assert cli._run(["recipes", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["data"]["recipes"]) == len(shipped_names())
     assert cli._run(["recipes", "show", "tensorfold-1017-bf16-overrides"]) == 0
