@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import itertools
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +33,11 @@ LINE = (
     (("status",), 5),
     (("stop",), 0),
 )
+# The headings of the tables that the commands show.
+SUMMARY = ("step", "node", "proof", "time")
+PROOFS = ("proof", "verdict", "observed", "needed", "time")
+CONFIG = ("setting", "value", "from", "what it is")
+SOURCES = ("source", "asked for", "resolved to", "files", "size")
 
 
 @dataclass(frozen=True)
@@ -68,30 +74,45 @@ def _describe_lab(pair: Pair) -> str:
 
 def _rehearse(pair: Pair, words: tuple[str, ...], wanted: int, rows: list[Row]) -> bool:
     print(f"\n$ sparkserve {' '.join(words)}", flush=True)
-    begun = time.monotonic()
-    with pair.head.popen(pair.command(*words), stdout=sys.stdout, stderr=sys.stderr) as process:
+    begun, lines = time.monotonic(), []
+    with pair.head.popen(pair.command(*words), stdout=subprocess.PIPE, stderr=sys.stderr) as process:
+        for line in process.stdout or ():
+            print(line.decode(), end="", flush=True)
+            lines.append(line.decode().rstrip("\n"))
         code = process.wait(timeout=900)
     seconds = time.monotonic() - begun
-    rows += _proofs(pair, words, seconds) if code == wanted else []
+    rows += _proofs(words, lines, seconds) if code == wanted else []
     if code != wanted:
         rows.append(Row(" ".join(words), "both", f"exit code {code} where {wanted} is right", seconds))
     return code == wanted
 
 
-def _proofs(pair: Pair, words: tuple[str, ...], seconds: float) -> list[Row]:
-    """Tell what the command proved; `up` keeps a record of each step."""
-    name = " ".join(words)
-    if name == "up" and (record := _last_run(pair)):
-        return [Row(row["step"], row["node"], row["proof"], row["seconds"]) for row in record]
-    return [Row(name, "both", "as it should be", seconds)]
+def _proofs(words: tuple[str, ...], lines: list[str], seconds: float) -> list[Row]:
+    """Tell what the command showed: the rows of its own summary, else what its result comes down to."""
+    steps = read_table(lines, *SUMMARY)
+    done = [Row(step, node, proof, float(spent.removesuffix(" s") or 0)) for step, node, proof, spent in steps]
+    proved = ", ".join(f"{proof} {verdict}" for proof, verdict, *_ in read_table(lines, *PROOFS))
+    if words[0] == "up" and proved:
+        return [*(done or [Row("up", "both", lines[0], seconds)]), Row("verify", "head", proved, 0.0)]
+    shown = {
+        "config": f"{len(read_table(lines, *CONFIG))} settings",
+        "lock": ", ".join(f"{source} {resolved[:14]}" for source, _, resolved, *_ in read_table(lines, *SOURCES)),
+        "up": lines[-1].strip(),
+        "verify": proved,
+        "logs": f"{len(lines)} lines: {lines[-1]}",
+    }
+    return done or [Row(" ".join(words), "both", shown.get(words[0], lines[0]), seconds)]
 
 
-def _last_run(pair: Pair) -> list[dict[str, Any]]:
-    """Read the record of the last `up` that changed something, and take it away so that it counts once."""
-    script = 'f=~/.local/state/sparkserve/last-run.json; cat "$f" && rm -f "$f"'
-    answer = pair.head.run(["sh", "-c", script], check=False)
-    found: list[dict[str, Any]] = json.loads(answer.stdout)["rows"] if answer.returncode == 0 else []
-    return found
+def read_table(lines: list[str], *columns: str) -> list[list[str]]:
+    """Read the rows below this heading; what begins with a blank is what the table says of itself."""
+    for number, line in enumerate(lines):
+        if re.split(r"\s{2,}", line.strip()) == list(columns):
+            starts = [line.index(column) for column in columns]
+            rows = itertools.takewhile(lambda row: row[:1].strip(), lines[number + 1 :])
+            ends = [*starts[1:], None]
+            return [[row[start:end].strip() for start, end in zip(starts, ends, strict=True)] for row in rows]
+    return []
 
 
 def _show(rows: list[Row], seconds: float) -> None:

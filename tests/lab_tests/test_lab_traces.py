@@ -109,6 +109,27 @@ def test_an_up_that_is_interrupted_takes_down_what_it_made(second: Lab, number: 
     wait_until(lambda: traces(second) == [], "end of all traces", 5)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_interrupted_leaves_no_container(second: Lab, number: int) -> None:
+    program = """if True:
+        import pathlib, sys, time
+        from tests.lab.nodes import Lab
+        lab = Lab.for_checkout(pathlib.Path(sys.argv[1]))
+        with lab.session():
+            lab.head.docker("run", "--detach", "--init", lab.registry_reference, "sleep", "300")
+            print(*(node.pid for node in lab.nodes), flush=True)
+            time.sleep(60)
+    """
+    argv = [sys.executable, "-c", program, str(second.checkout)]
+    with subprocess.Popen(argv, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as running:
+        assert running.stdout is not None
+        namespaces = {Path(f"/proc/{pid}/ns/net").readlink() for pid in running.stdout.readline().decode().split()}
+        assert len(namespaces) == 2
+        os.kill(running.pid, number)
+        assert running.wait(20) != 0
+    wait_until(lambda: traces(second) == [] and processes_in(namespaces) == [], "end of all traces", 5)
+
+
 def test_a_file_replaced_in_the_checkout_is_seen_on_the_nodes_at_once(second: Lab) -> None:
     second.up()
     fresh = second.checkout / "fresh.txt"
