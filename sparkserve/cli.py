@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from sparkserve import __version__, cli_doctor, cli_link, cli_operate, cli_recipes, cli_setup, cli_weights, signals
+from sparkserve import __version__, cli_doctor, cli_link, cli_operate, cli_recipes, cli_setup, signals
 from sparkserve.command_line import Check, Common, DryRun, Recipe, SkipCheck, app, command, interrupted, session
 from sparkserve.errors import EXIT_CHANGES, EXIT_FAILED, EXIT_USAGE, SparkserveError
 from sparkserve.output import Mode, Output, end_streams, open_streams
@@ -23,7 +23,7 @@ _ORDER = (
 )
 
 app.add_typer(cli_recipes.recipes, name="recipes")
-app.add_typer(cli_weights.weights, name="weights")
+app.add_typer(cli_operate.weights, name="weights")
 app.add_typer(cli_operate.service, name="service")
 app.add_typer(cli_setup.key, name="key")
 

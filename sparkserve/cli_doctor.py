@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sparkserve.command_line import Common, DryRun, Recipe, command, session
+from sparkserve.command_line import Common, Recipe, command, session
 
 
 @command("sparkserve doctor; sparkserve doctor spark@192.168.1.22 --link; sparkserve doctor --explain kernel")
@@ -21,7 +21,6 @@ def doctor(  # noqa: PLR0913 - one for each option
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it without being asked.")] = False,
     record: Annotated[Path | None, typer.Option("--record", help="Write the facts, without names.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show the checks that are in order, too.")] = False,
-    dry_run: DryRun = False,
     recipe: Recipe = None,
 ) -> int:
     """Check both nodes: all that a start needs.
@@ -33,7 +32,8 @@ def doctor(  # noqa: PLR0913 - one for each option
     """
     from sparkserve import check_catalog, doctor_tables
     from sparkserve import doctor as story
-    from sparkserve.doctor_repair import list_deeds, repair
+    from sparkserve.cluster import connect
+    from sparkserve.doctor_repair import repair
 
     output = common.output
     if explain is not None:
@@ -41,11 +41,9 @@ def doctor(  # noqa: PLR0913 - one for each option
         safe = "`sparkserve doctor --fix` does it after asking." if entry.safe else "That is yours to do."
         return output.result("doctor", {"id": explain, **vars(entry)}, entry.why, f"\n    {entry.fix}\n", safe)
     run = session(common, "doctor", output, worker=worker, recipe=recipe)
-    with story.reach(run) as cluster:
-        found = story.examine(run, cluster, proves_link=link, record=None if dry_run else record)
-        if fix and not dry_run:
+    with connect(run.settings, lenient=True) as cluster:
+        found = story.examine(run, cluster, proves_link=link, record=record)
+        if fix:
             found = repair(run, found, lambda question: yes or output.ask(question), output.ask, cluster)
-    for deed in list_deeds(found) if fix and dry_run else ():
-        output.say(f"would do: {deed}")
     view = doctor_tables.report_view(found, shows_all=everything)
     return output.result("doctor", doctor_tables.report_data(found), *view, exit_code=found.exit_code)

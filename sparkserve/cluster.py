@@ -34,6 +34,7 @@ ROLES: tuple[Role, Role] = ("head", "worker")
 Result = TypeVar("Result")
 # The exit code with which every shell says that there is no such command.
 _NOT_FOUND = 127
+_OVERLOADED = "the machine may be out of memory: wait a minute, then look again"
 # The node reads exactly the bytes of each part from stdin; what follows on the same stream are requests.
 _BOOTSTRAP = (
     "import sys, types; [exec(compile(sys.stdin.buffer.read(size), name, 'exec'), "
@@ -108,10 +109,8 @@ class NodeSession:
                 message = answers.get(timeout=timeout)
             except queue.Empty as error:
                 text = f"the node program gave no answer to `{do}` within {timeout:g} s"
-                hint = "the machine may be out of memory: wait a minute, then look again"
-                raise SparkserveError(
-                    "node_silent", text, hint, self._host.name, exit_code=EXIT_COULD_NOT_LOOK
-                ) from error
+                node, code = self._host.name, EXIT_COULD_NOT_LOOK
+                raise SparkserveError("node_silent", text, _OVERLOADED, node, exit_code=code) from error
             if message is None:
                 raise self._end_error()
             if "progress" not in message:
@@ -134,8 +133,7 @@ class NodeSession:
             message = "python3 is not there, or not on PATH for SSH sessions"
             return SparkserveError("python_missing", message, hint, self._host.name, details, EXIT_NOT_READY)
         message = f"the node program ended with exit code {code}"
-        hint = "the machine may be out of memory: wait a minute, then look again"
-        return SparkserveError("node_ended", message, hint, self._host.name, details, EXIT_COULD_NOT_LOOK)
+        return SparkserveError("node_ended", message, _OVERLOADED, self._host.name, details, EXIT_COULD_NOT_LOOK)
 
     def close(self) -> None:
         """End the program; it also ends by itself with the connection."""

@@ -6,7 +6,7 @@ import hashlib
 import shlex
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -52,11 +52,6 @@ class _Look:
     image: str
 
 
-def reach(session: Session, opened: Cluster | None = None) -> AbstractContextManager[Cluster]:
-    """Give the nodes that are connected already, or connect to both."""
-    return nullcontext(opened) if opened else connect(session.settings, lenient=True)
-
-
 def examine(
     session: Session, opened: Cluster | None = None, *, proves_link: bool = False, record: Path | None = None
 ) -> Report:
@@ -64,7 +59,7 @@ def examine(
     begun = time.monotonic()
     if record:
         blueprint.refuse_other_file(record)
-    with reach(session, opened) as cluster:
+    with nullcontext(opened) if opened else connect(session.settings, lenient=True) as cluster:
         recorders: dict[Role, Recorder] | None = {} if record else None
         known = _read_lock(session)
         deployment = Deployment(session.settings, session.recipe, known or lock.open_lock(session.recipe), cluster)

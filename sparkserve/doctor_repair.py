@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 from sparkserve import engine, lifecycle, ssh_trust, tuning
 from sparkserve.checks import Check
-from sparkserve.cluster import Cluster, Role
-from sparkserve.doctor import Report, examine, reach
+from sparkserve.cluster import Cluster, Role, connect
+from sparkserve.doctor import Report, examine
 from sparkserve.lifecycle import Session
 from sparkserve.settings import Settings
 
@@ -26,29 +27,18 @@ def repair(
     opened: Cluster | None = None,
 ) -> Report:
     """Do what is safe and agreed to, and look again; a host key takes a person, whatever was agreed to beforehand."""
-    if _lacks_host_key(report):
+    error = report.unseen.get("worker")
+    if error is not None and error.code == "host_key_unknown":
         ssh_trust.meet(session.settings, None, lambda question, flag: ask_person(question, f"it to init: {flag}"))
-        with reach(session) as cluster:
-            return repair(session, examine(session, cluster), agree, ask_person, cluster)
+        report, opened = examine(session), None
     agreed = [check for check in report.checks if (deed := _deed(check)) and agree(f"{check.node}: {deed}?")]
     if not agreed:
         session.voice.say("nothing was changed")
         return report
-    with reach(session, opened) as cluster:
+    with nullcontext(opened) if opened else connect(session.settings) as cluster:
         for check in agreed:
             session.voice.say(f"{check.node}: {_do(session, cluster, check)}")
         return examine(session, cluster)
-
-
-def list_deeds(report: Report) -> list[str]:
-    """List what would be asked for, and done after a yes."""
-    deeds = [f"{check.node}: {deed}" for check in report.checks if (deed := _deed(check))]
-    return ["worker: trust its host key", *deeds] if _lacks_host_key(report) else deeds
-
-
-def _lacks_host_key(report: Report) -> bool:
-    error = report.unseen.get("worker")
-    return error is not None and error.code == "host_key_unknown"
 
 
 def _deed(check: Check) -> str:

@@ -58,15 +58,12 @@ class Process(Protocol):
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end and give the exit code; raise TimeoutError when `timeout` seconds pass."""
-        ...
 
     def error_text(self) -> str:
         """Give what standard error said so far."""
-        ...
 
     def close(self) -> None:
         """End it if it still runs, and free its streams."""
-        ...
 
 
 class Host(ABC):
@@ -83,8 +80,7 @@ class Host(ABC):
     def open(self, argv: Sequence[str]) -> Process:
         """Start `argv` (never a shell line) on the machine."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a host without a connection has none to give back
         """Give the connection back."""
 
     def bulk_argv(self, argv: Sequence[str], link_address: str) -> list[str]:  # noqa: ARG002 - for those that are far
@@ -280,9 +276,6 @@ class LocalHost(Host):
         """See `Host`."""
         return LocalProcess(argv, self.name)
 
-    def close(self) -> None:
-        """See `Host`."""
-
 
 class UnreachableHost(Host):
     """A machine that could not be reached: whoever asks it anything gets the reason."""
@@ -295,9 +288,6 @@ class UnreachableHost(Host):
         """See `Host`."""
         del argv
         raise self.error
-
-    def close(self) -> None:
-        """See `Host`."""
 
 
 def connection_lost(node: str, details: str = "") -> SparkserveError:

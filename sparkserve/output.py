@@ -149,15 +149,13 @@ class Output:
         """Ask a person for a yes; anything else than a terminal is told which flag says it."""
         if not self._has_person:
             raise SparkserveError("needs_yes", f"{question} needs an answer", f"add {flag}", exit_code=2)
-        print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
-        return _read_answer().lower() in ("y", "yes")
+        return _read_answer(f"{question} [y/N] ").lower() in ("y", "yes")
 
     def ask_value(self, question: str, default: str, flag: str) -> str:
         """Ask a person for a value; where nobody is there the default stands, and no default is told the flag."""
         answer = default
         if self._has_person and not self.takes_defaults:
-            print(f"{question} [{default}]: " if default else f"{question}: ", end="", file=sys.stderr, flush=True)
-            answer = _read_answer() or default
+            answer = _read_answer(f"{question} [{default}]: " if default else f"{question}: ") or default
         if not answer:
             raise SparkserveError("needs_value", f"an answer is needed: {question}", f"add {flag}", exit_code=2)
         return answer
@@ -174,7 +172,8 @@ class Output:
             raise _input_ended() from error
 
 
-def _read_answer() -> str:
+def _read_answer(question: str) -> str:
+    print(question, end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     if not line:  # Ctrl-D is no answer, not even the default
         print(file=sys.stderr, flush=True)

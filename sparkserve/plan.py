@@ -26,15 +26,12 @@ class Work(Protocol):
 
     def progress(self, done: int, total: int) -> None:
         """Tell how many of `total` bytes (or units) are done."""
-        ...
 
     def note(self, text: str) -> None:
         """Tell what is being done now, in a few words."""
-        ...
 
     def check(self) -> None:
         """Raise `Cancelled` when the run was interrupted."""
-        ...
 
 
 class Cancelled(Exception):
@@ -130,23 +127,18 @@ class Reporter(Protocol):
 
     def started(self, change: Change) -> None:
         """Tell that a change begins."""
-        ...
 
     def progress(self, change: Change, done: int, total: int) -> None:
         """Tell how far a change is."""
-        ...
 
     def note(self, change: Change, text: str) -> None:
         """Tell what a change is doing now."""
-        ...
 
     def finished(self, applied: Applied) -> None:
         """Tell that a change is done and proved."""
-        ...
 
     def failed(self, change: Change, error: SparkserveError) -> None:
         """Tell that a change failed."""
-        ...
 
 
 def _lane_of(change: Change) -> tuple[str, str]:

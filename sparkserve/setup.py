@@ -45,15 +45,12 @@ class Interview(Protocol):
 
     def ask(self, question: str, flag: str) -> bool:
         """Ask for a yes."""
-        ...
 
     def ask_value(self, question: str, default: str, flag: str) -> str:
         """Ask for a value."""
-        ...
 
     def say(self, text: str) -> None:
         """Tell what is wrong with an answer, before it is asked for again."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import sys
 from types import FrameType
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
-_ENDING = b"\nending what runs, so that nothing is left half done; Ctrl-C once more leaves it as it is\n"
 
 
 class Terminated(KeyboardInterrupt):
@@ -47,7 +46,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _warn(number: int, frame: FrameType | None) -> None:
     del frame
     signal.signal(number, _let_go)
-    os.write(2, _ENDING)
+    os.write(2, b"\nending what runs, so that nothing is left half done; Ctrl-C once more leaves it as it is\n")
 
 
 def _let_go(number: int, frame: FrameType | None) -> None:

@@ -25,8 +25,6 @@ STYLES = {
     "warn": "yellow",
     "unseen": "magenta",
     "running": "green",
-    "stopped": "",
-    "not applicable": "",
 }
 
 
@@ -76,19 +74,9 @@ def lock_table(found: Locked) -> Table:
 
 def outcome_data(outcome: Outcome) -> dict[str, Any]:
     """Give a plan and what was done of it as plain data."""
+    names = ("node", "step", "resource", "before", "after", "size", "needs")
     return {
-        "changes": [
-            {
-                "node": change.node,
-                "step": change.step,
-                "resource": change.resource,
-                "before": change.before,
-                "after": change.after,
-                "size": change.size,
-                "needs": change.needs,
-            }
-            for change in outcome.plan.changes
-        ],
+        "changes": [{name: getattr(change, name) for name in names} for change in outcome.plan.changes],
         **report_data(outcome.report),
         "seconds": round(outcome.seconds, 3),
     }

@@ -141,7 +141,7 @@ def test_each_command_that_changes_the_pair_has_a_dry_run() -> None:
     without = {name for name, parameters in found.items() if "dry_run" not in parameters}
     looks = {"config", "connect", "history", "link", "logs", "plan", "status", "verify"}
     looks |= {"recipes check", "recipes show", "service show", "weights list"}
-    assert without - looks == {"watch", "diagnose", "key new", "recipes add", "recipes new"}
+    assert without - looks == {"doctor", "watch", "diagnose", "key new", "recipes add", "recipes new"}
     assert looks <= found.keys()
 
 
