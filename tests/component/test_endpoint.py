@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from sparkserve.endpoint import Endpoint, open_endpoint
 from sparkserve.replies import EndpointError, parse_metrics
 from sparkserve.settings import Settings
-from tests.lab_tests.stand_in_pair import Pair, free_port
+from tests.lab_tests.stand_in_pair import Pair, free_port, serving
 from tests.unit.deployments import make_deployment
 
 ASK = {"messages": [{"role": "user", "content": "What is 17 * 19? Reply with the number only."}], "temperature": 0}
@@ -23,12 +23,8 @@ ASK = {"messages": [{"role": "user", "content": "What is 17 * 19? Reply with the
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    serving = Pair(tmp_path_factory.mktemp("pair"))
-    try:
-        serving.start_and_wait()
-        yield serving
-    finally:
-        serving.stop()
+    with serving(tmp_path_factory.mktemp("pair")) as found:
+        yield found
 
 
 @pytest.fixture

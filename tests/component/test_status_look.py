@@ -15,7 +15,7 @@ from sparkserve.recipe_source import load_recipe
 from sparkserve.status_look import Question, Status, look
 from tests.component.docker_node import DockerNode, ours
 from tests.fakes import FakeSession, make_cluster
-from tests.lab_tests.stand_in_pair import Pair, wait_until
+from tests.lab_tests.stand_in_pair import Pair, serving, wait_until
 
 WORDS = " ".join(f"word{number}" for number in range(20_000))
 
@@ -26,12 +26,8 @@ def make_pair(head: DockerNode, worker: DockerNode) -> Cluster:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
-    serving = Pair(tmp_path / "pair")
-    try:
-        serving.start_and_wait()
-        yield serving
-    finally:
-        serving.stop()
+    with serving(tmp_path / "pair") as found:
+        yield found
 
 
 @pytest.fixture

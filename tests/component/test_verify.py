@@ -14,19 +14,15 @@ from sparkserve.prompts import random_name
 from sparkserve.recipe import Verify
 from sparkserve.recipe_source import load_recipe
 from sparkserve.verify import Exam, Proof, verify
-from tests.lab_tests.stand_in_pair import Pair
+from tests.lab_tests.stand_in_pair import Pair, serving
 
 NEEDLE_TOKENS = 3000
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    serving = Pair(tmp_path_factory.mktemp("pair"))
-    try:
-        serving.start_and_wait()
-        yield serving
-    finally:
-        serving.stop()
+    with serving(tmp_path_factory.mktemp("pair")) as found:
+        yield found
 
 
 @pytest.fixture

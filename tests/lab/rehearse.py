@@ -19,8 +19,11 @@ from tests.lab.pair import Pair, paired
 
 # The engine that the lab starts, and what it needs beyond the lab itself.
 ENGINES: Mapping[str, Callable[[Pair], None]] = {"": lambda _pair: None, "vllm": vllm.furnish}
-# What an owner types, and the exit code that is right at that point.
+# What an owner types, WORKER being the address, and the exit code that is right at that point.
 LINE = (
+    (("doctor", "WORKER"), 0),
+    (("init", "WORKER", "--yes", "--force"), 0),
+    (("link",), 0),
     (("config",), 0),
     (("lock",), 0),
     (("up", "--dry-run"), 0),
@@ -28,6 +31,7 @@ LINE = (
     (("up",), 0),
     (("status",), 0),
     (("verify",), 0),
+    (("connect",), 0),
     (("logs", "--rank", "0", "--grep", "ready|serving|startup complete"), 0),
     (("stop",), 0),
     (("status",), 5),
@@ -75,7 +79,8 @@ def _describe_lab(pair: Pair) -> str:
 def _rehearse(pair: Pair, words: tuple[str, ...], wanted: int, rows: list[Row]) -> bool:
     print(f"\n$ sparkserve {' '.join(words)}", flush=True)
     begun, lines = time.monotonic(), []
-    with pair.head.popen(pair.command(*words), stdout=subprocess.PIPE, stderr=sys.stderr) as process:
+    typed = [word.replace("WORKER", pair.worker.management_address) for word in words]
+    with pair.head.popen(pair.command(*typed), stdout=subprocess.PIPE, stderr=sys.stderr) as process:
         for line in process.stdout or ():
             print(line.decode(), end="", flush=True)
             lines.append(line.decode().rstrip("\n"))
@@ -89,29 +94,36 @@ def _rehearse(pair: Pair, words: tuple[str, ...], wanted: int, rows: list[Row]) 
 
 def _proofs(words: tuple[str, ...], lines: list[str], seconds: float) -> list[Row]:
     """Tell what the command showed: the rows of its own summary, else what its result comes down to."""
+    lines = lines or ["nothing"]
     steps = read_table(lines, *SUMMARY)
     done = [Row(step, node, proof, float(spent.removesuffix(" s") or 0)) for step, node, proof, spent in steps]
     proved = ", ".join(f"{proof} {verdict}" for proof, verdict, *_ in read_table(lines, *PROOFS))
     if words[0] == "up" and proved:
         return [*(done or [Row("up", "both", lines[0], seconds)]), Row("verify", "head", proved, 0.0)]
+    files = [int(row[3] or 0) for row in read_table(lines, *SOURCES)]
     shown = {
+        "doctor": lines[-1],
+        "init": lines[-1],
         "config": f"{len(read_table(lines, *CONFIG))} settings",
-        "lock": ", ".join(f"{source} {resolved[:14]}" for source, _, resolved, *_ in read_table(lines, *SOURCES)),
+        "link": f"drawn, {sum(line.startswith('  - ') for line in lines)} oddities",
+        "lock": f"{len(files)} sources resolved, with {sum(files)} files",
         "up": lines[-1].strip(),
         "verify": proved,
+        "connect": next((f"{name} {value}" for name, value in read_table(lines, "setting", "value")), ""),
         "logs": f"{len(lines)} lines: {lines[-1]}",
     }
     return done or [Row(" ".join(words), "both", shown.get(words[0], lines[0]), seconds)]
 
 
 def read_table(lines: list[str], *columns: str) -> list[list[str]]:
-    """Read the rows below this heading; what begins with a blank is what the table says of itself."""
+    """Read the rows below this heading, up to what does not keep to its columns."""
     for number, line in enumerate(lines):
         if re.split(r"\s{2,}", line.strip()) == list(columns):
             starts = [line.index(column) for column in columns]
-            rows = itertools.takewhile(lambda row: row[:1].strip(), lines[number + 1 :])
-            ends = [*starts[1:], None]
-            return [[row[start:end].strip() for start, end in zip(starts, ends, strict=True)] for row in rows]
+            spans = list(itertools.pairwise([*starts, None]))
+            below = ([row[start:end] for start, end in spans] for row in lines[number + 1 :])
+            rows = itertools.takewhile(lambda row: row[1].strip() and all(c[-2:].isspace() for c in row[:-1]), below)
+            return [[cell.strip() for cell in row] for row in rows]
     return []
 
 

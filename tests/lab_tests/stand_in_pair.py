@@ -6,7 +6,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +155,14 @@ class Pair:
     def metrics(self) -> dict[str, float]:
         lines = [line for line in self.client.get("/metrics").text.splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Pair]:
+    """Start both ranks, and end them whatever happens."""
+    pair = Pair(folder)
+    try:
+        pair.start_and_wait()
+        yield pair
+    finally:
+        pair.stop()
