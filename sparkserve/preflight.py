@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from sparkserve import engine, host_checks, need_checks, pair_checks, system, takeover_facts, weights
+from sparkserve import derive, engine, host_checks, image, need_checks, pair_checks, system, takeover_facts, weights
 from sparkserve.checks import Check, DiskNeed, Subject
 from sparkserve.cluster import ROLES, Deployment, Node
 from sparkserve.parameters import decide_ports
@@ -74,11 +74,12 @@ def check_foreign_pair(deployment: Deployment) -> list[Check]:
 
 
 def disk_needs(deployment: Deployment, changes: Sequence[Change]) -> list[DiskNeed]:
-    """Add up what the planned changes will write, and what a first start writes; both nodes are asked at once."""
+    """Add up what the planned changes will write; before weights are fetched, also what `up` will write after them."""
+    planned = {change.step for change in changes}
+    fetches = not planned.isdisjoint({"download", "sync"})
     steps: Counter[tuple[str, str]] = Counter()
-    for change in changes:
+    for change in [*changes, *(_plan_what_follows(deployment, planned) if fetches else [])]:
         steps[change.node, change.step] += change.size
-    starts = any(change.step == "start" for change in changes)
 
     def needs_of(node: Node) -> list[DiskNeed]:
         needs = []
@@ -89,10 +90,20 @@ def disk_needs(deployment: Deployment, changes: Sequence[Change]) -> list[DiskNe
         # What Docker saves it writes to its own directory first; what it loads it holds twice, packed and unpacked.
         image_bytes = steps[node.role, "build"] + steps["worker", "ship"] * (1 if node.role == "head" else 2)
         needs.append(DiskNeed(node.role, "docker", image_bytes, "engine image"))
-        return needs + (first_start_needs(deployment, node) if starts else [])
+        return needs + (first_start_needs(deployment, node) if fetches or "start" in planned else [])
 
     found = deployment.cluster.on_both(needs_of)
     return [need for role in ROLES for need in found[role]]
+
+
+def _plan_what_follows(deployment: Deployment, planned: Collection[str]) -> list[Change]:
+    """Plan what is made of or beside the weights, where the command at hand ends before it."""
+    both, found = deployment.cluster.on_both, []
+    if derive.STEP not in planned:
+        found += derive.plan(deployment, both(lambda node: derive.gather(node, deployment)))
+    if deployment.recipe.image.expected_bytes and {image.BUILD_STEP, image.SHIP_STEP}.isdisjoint(planned):
+        found += image.plan(deployment, both(lambda node: image.gather(node, deployment)))
+    return found
 
 
 def first_start_needs(deployment: Deployment, node: Node) -> list[DiskNeed]:

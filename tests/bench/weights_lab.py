@@ -44,6 +44,7 @@ master = 8889
 reference = "{image}"
 entrypoint = ["true"]
 architecture = "any"
+expected_bytes = 0
 [launch]
 argv = []
 [memory]

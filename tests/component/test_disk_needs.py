@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from sparkserve import image
+from sparkserve.cluster import ROLES, Deployment, Node
+from sparkserve.image_facts import Facts, ImageFacts
 from sparkserve.inventory import list_items
 from sparkserve.plan import Change, Work
 from sparkserve.planning import look_for_weights
@@ -75,9 +78,33 @@ def test_an_image_takes_its_size_where_it_is_saved_and_twice_where_it_is_loaded(
     }
 
 
-def test_a_first_start_writes_its_caches_on_both_nodes(stage: Pair) -> None:
+@pytest.mark.parametrize("step", ["start", "download", "sync"])
+def test_a_first_start_writes_its_caches_on_both_nodes(stage: Pair, step: str) -> None:
     stage.fill("head", "worker")
     recipe = RECIPE.model_copy(update={"memory": RECIPE.memory.model_copy(update={"first_start_disk_bytes": 106})})
     stage = Pair(replace(stage.deployment, recipe=recipe), stage.repo)
-    found = needs(stage, change("head", "start", 0))
+    found = needs(stage, change("head", step, 0))
     assert found == {(role, "cache", "what the first start writes"): 106 for role in ("head", "worker")}
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"), [({}, (200, 200)), ({"head": ("a",)}, (90, 180)), (dict.fromkeys(ROLES, ("a",)), (0, 0))]
+)
+@pytest.mark.parametrize("step", ["download", "sync"])
+def test_before_weights_are_fetched_the_image_after_them_counts(
+    stage: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    there: dict[str, tuple[str, ...]],
+    expected: tuple[int, int],
+    step: str,
+) -> None:
+    def gather(node: Node, deployment: Deployment) -> Facts:
+        layers = there.get(node.role)
+        return Facts(ImageFacts(layers, {}, "arm64", 90) if layers else None, 10**12, "/var/lib/docker", (1, 48))
+
+    monkeypatch.setattr(image, "gather", gather)
+    stage.fill("head", "worker")
+    recipe = RECIPE.model_copy(update={"image": RECIPE.image.model_copy(update={"expected_bytes": 100})})
+    stage = Pair(replace(stage.deployment, recipe=recipe), stage.repo)
+    needed = {(role, "docker", "engine image"): size for role, size in zip(ROLES, expected, strict=True) if size}
+    assert needs(stage, change("head", step, 0)) == needed

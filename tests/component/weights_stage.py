@@ -109,7 +109,7 @@ RECIPE = Recipe.model_validate(
         "parameters": {"model_name": "m", "context": 1024},
         "ports": {"api": 8888, "master": 8889},
         "weights": [{"name": "model", "repository": "lab/bench", "revision": "main", "mount": "/weights"}],
-        "image": {"reference": "", "entrypoint": ["true"]},
+        "image": {"reference": "", "entrypoint": ["true"], "expected_bytes": 0},
         "launch": {"argv": []},
         "memory": {"required_gib": 1},
     }
