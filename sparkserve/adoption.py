@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from sparkserve import search_program
 from sparkserve.cluster import ROLES, Deployment, Node, Role
 from sparkserve.errors import Failures, usage_error
 from sparkserve.hosts import expand_home
@@ -69,10 +67,8 @@ def find(deployment: Deployment, folders: Mapping[Role, list[str]]) -> dict[Role
 def _search(node: Node, folders: list[str], lock: Lock) -> Search:
     items = list_items(lock)
     names = {expand_home(Path(folder), node.identity["home"]): folder for folder in folders}
-    program = Path(search_program.__file__).read_text(encoding="utf-8")
-    order = json.dumps({"folders": list(names), "sizes": sorted({item.file.size for item in items})})
-    done = node.host.run([node.host.python, "-I", "-c", program, order], timeout=_SEARCH_SECONDS)
-    answer = json.loads(done.text.splitlines()[-1])
+    sizes = sorted({item.file.size for item in items})
+    answer = node.session.ask("search", timeout=_SEARCH_SECONDS, folders=list(names), sizes=sizes)
     rows = [Found(*row) for row in answer["files"]]
     missing = [names[folder] for folder in answer["missing"]]
     return Search({item.name: choose(item, rows) for item in items}, missing, answer["problems"])

@@ -15,8 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from sparkserve import docker_program, node_program
-from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, Failures, SparkserveError, usage_error
+from sparkserve import docker_program, node_program, search_program
+from sparkserve.errors import (
+    EXIT_COULD_NOT_LOOK,
+    EXIT_NOT_READY,
+    Failures,
+    SparkserveError,
+    node_error,
+    usage_error,
+)
 from sparkserve.hosts import Host, LocalHost, Process, UnreachableHost, connection_lost, expand_home
 from sparkserve.lock import Lock
 from sparkserve.manifest import Manifest, ManifestFile
@@ -40,7 +47,7 @@ _BOOTSTRAP = (
     "import sys, types; [exec(compile(sys.stdin.buffer.read(size), name, 'exec'), "
     "sys.modules.setdefault(name, types.ModuleType(name)).__dict__) for name, size in {sizes}]"
 )
-_PARTS = (docker_program.__file__, node_program.__file__)
+_PARTS = (docker_program.__file__, search_program.__file__, node_program.__file__)
 
 
 class NodeSession:
@@ -119,7 +126,7 @@ class NodeSession:
                 on_progress(message["progress"])
         self._answers.pop(number)
         if "error" in message:
-            raise _node_error(self._host.name, do, message["error"])
+            raise node_error(self._host.name, do, message["error"])
         return message["result"]
 
     def _end_error(self) -> SparkserveError:
@@ -138,14 +145,6 @@ class NodeSession:
     def close(self) -> None:
         """End the program; it also ends by itself with the connection."""
         self._process.close()
-
-
-def _node_error(node: str, do: str, error: Mapping[str, Any]) -> SparkserveError:
-    hints = {28: "free some space, then run the same command again", 13: "look at the owner and mode of that path"}
-    known = error["errno"] is not None
-    message = error["text"] if known else f"the node program failed in `{do}`: {error['text']}"
-    codes = {28: "disk_full", 13: "permission_denied", 30: "read_only"}
-    return SparkserveError(codes.get(error["errno"], "node_failed"), message, hints.get(error["errno"], ""), node)
 
 
 class _Once(Generic[Result]):

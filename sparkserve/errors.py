@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,29 @@ def docker_unreachable(answer: Mapping[str, Any], node: str, exit_code: int) -> 
     if "status" in answer:
         details = f"HTTP {answer['status']} {details}".strip()
     return SparkserveError("docker_unreachable", observed, hint, node, details, exit_code)
+
+
+def disk_error(number: int | None, message: str, node: str, otherwise: str) -> SparkserveError:
+    """Explain what a file system refused, by its errno; `otherwise` is the code where that one tells nothing."""
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        hint = "free some space there, then run the same command again: what has arrived is kept"
+        return SparkserveError("disk_full", f"no room left: {message}", hint, node)
+    if number == errno.EACCES:
+        return SparkserveError(
+            "permission_denied", f"no permission: {message}", "look at the owner and mode of that path", node
+        )
+    if number == errno.EROFS:
+        return SparkserveError(
+            "read_only", f"nothing can be written: {message}", "look at how its file system is mounted", node
+        )
+    return SparkserveError(otherwise, message, "look at the owner of that path and at `dmesg` there", node)
+
+
+def node_error(node: str, do: str, error: Mapping[str, Any]) -> SparkserveError:
+    """Explain what the node program could not do."""
+    if error["errno"] is None:
+        return SparkserveError("node_failed", f"the node program failed in `{do}`: {error['text']}", node=node)
+    return disk_error(error["errno"], error["text"], node, "node_failed")
 
 
 def usage_error(code: str, message: str, hint: str = "") -> SparkserveError:

@@ -1,8 +1,8 @@
 """The one program that is sent to a node: it answers JSON lines with facts, file states, hashes and small file changes.
 
-Standard library only, Python 3.9 or newer: the text of this file and of `docker_program`, the one module that it
-imports, travels over the connection and runs on the node's own python3. It ends with its standard input, so nothing
-stays behind when the connection is cut. A request is `{"id", "do", ...}`; answers are `{"id", "progress"}` any number
+Standard library only, Python 3.9 or newer: the text of this file and of the two modules that it imports travels over
+the connection and runs on the node's own python3. It ends with its standard input, so nothing stays behind when the
+connection is cut. A request is `{"id", "do", ...}`; answers are `{"id", "progress"}` any number
 of times, then one `{"id", "result"}` or `{"id", "error": {"kind", "text"}}`.
 """
 
@@ -25,14 +25,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from sparkserve.docker_program import docker_get, docker_logs, guard, serves
+from sparkserve.search_program import search
 
 Request = dict[str, Any]
 CHUNK = 8 * 1024 * 1024
 _output = threading.Lock()
+# Beside a serving engine one file of all requests is read at a time.
+_gently = threading.Lock()
 
 
 def send(message: dict[str, Any]) -> None:
@@ -209,14 +212,19 @@ def look(request: Request) -> dict[str, Any]:
     return answer
 
 
+def new_digest(algorithm: str, size: int) -> hashlib._Hash:
+    """Begin the hash of a file of this size: sha256, or git's own, which begins with the size."""
+    if algorithm == "sha256":
+        return hashlib.sha256()
+    return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+
+
 def hash_file(path: str, algorithm: str, tell: Callable[[int], None]) -> tuple[os.stat_result, str]:
     """Hash a file and drop its pages behind the reader: a unified-memory machine must not fill up with page cache."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         found = os.fstat(descriptor)
-        digest = hashlib.sha256() if algorithm == "sha256" else hashlib.sha1(usedforsecurity=False)
-        if algorithm == "git-sha1":
-            digest.update(b"blob %d\0" % found.st_size)
+        digest = new_digest(algorithm, found.st_size)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         buffer = memoryview(bytearray(CHUNK))
         done = 0
@@ -238,8 +246,7 @@ def hash_files(request: Request, tell: Callable[[dict[str, int]], None]) -> dict
     done, told = [0], [0.0]
     counting = threading.Lock()
     gentle = serves()
-    if gentle:
-        os.nice(19)  # of this thread and those that it makes
+    os.nice(19)  # of this thread and those that it makes: others may serve where no engine of ours does
 
     def count(size: int) -> None:
         with counting:
@@ -250,22 +257,31 @@ def hash_files(request: Request, tell: Callable[[dict[str, int]], None]) -> dict
             told[0] = now
         tell({"bytes": done[0]})
 
+    @contextlib.contextmanager
+    def turn() -> Iterator[None]:
+        while not _gently.acquire(timeout=5):
+            tell({"bytes": done[0]})  # who says nothing for long is given up
+        try:
+            yield
+        finally:
+            _gently.release()
+
     def one(file: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         path, algorithm = file["path"], file["algorithm"]
         kind, _ = file_state(path)
         if kind != "file":
             return path, {"kind": kind, "size": 0, "digest": None}
         try:
-            found, digest = hash_file(path, algorithm, count)
+            with turn() if gentle else contextlib.nullcontext():
+                found, digest = hash_file(path, algorithm, count)
         except OSError as error:
             return path, {"kind": "unreadable", "size": 0, "digest": None, "error": error.strerror}
         with contextlib.suppress(OSError):  # what cannot be remembered is proved all the same
             memory.add(path, found, algorithm, digest)
         return path, {"kind": "file", "size": found.st_size, "digest": digest}
 
-    workers = 1 if gentle else request.get("workers") or len(os.sched_getaffinity(0))
     files = sorted(request["files"], key=lambda file: -file.get("size", 0))
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return dict(pool.map(one, files))
 
 
@@ -294,6 +310,7 @@ def settle(request: Request) -> dict[str, Any]:
     if os.path.islink(target):
         os.unlink(target)
     os.replace(source, target)
+    pathlib.Path(request["journal"]).unlink(missing_ok=True)
     flush(os.path.dirname(target))
     found = os.lstat(target)
     if request.get("digest"):
@@ -308,12 +325,14 @@ def remove(request: Request) -> dict[str, Any]:
     return {}
 
 
-ACTIONS = {
+ACTIONS: dict[str, Callable[[Request], Any]] = {
     "hello": hello,
     "facts": facts,
     "docker_logs": docker_logs,
     "guard": guard,
     "look": look,
+    "search": search,
+    "serves": lambda _request: serves(),
     "mkdir": make_directories,
     "settle": settle,
     "remove": remove,

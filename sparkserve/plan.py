@@ -13,7 +13,7 @@ from typing import Protocol
 from sparkserve.errors import Failures, SparkserveError, flatten
 
 # How many changes of one kind run side by side on one node; the rest share the default.
-DEFAULT_WIDTHS: Mapping[str, int] = {"download": 3, "copy": 3, "hash": 2, "image": 1, "sudo": 1}
+DEFAULT_WIDTHS: Mapping[str, int] = {"download": 3, "copy": 3, "hash": 6, "image": 1, "sudo": 1}
 _DEFAULT_WIDTH = 4
 # After this many failures of one kind the rest of that kind is not tried: forty times the same answer helps nobody.
 _LANE_PATIENCE = 2

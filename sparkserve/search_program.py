@@ -1,21 +1,22 @@
-"""Looks through folders for files of wanted sizes: `{"folders": […], "sizes": […]}` as its one argument.
+"""Looks through folders for files of wanted sizes: what the node program's `search` does.
 
-Standard library only, Python 3.9 or newer: the text of this file is an argument of the node's own python3. Links are
-followed, each directory is entered once, and nothing is opened. It answers one line: `{"files": [[path, place, size]],
-"missing": [folder], "problems": [text]}`, where `place` is the path without links.
+Standard library only, Python 3.9 or newer: it is sent to a node with `node_program`, which imports it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import stat
-import sys
+from typing import Any
 
 
-def search(folders: list[str], sizes: set[int]) -> dict[str, list[object]]:
-    """Walk the folders; a link that leads nowhere is no file, and a closed directory is told."""
+def search(request: dict[str, Any]) -> dict[str, list[object]]:
+    """Give `[path, place, size]` of the `files`, `missing` folders and `problems`; `place` is the path without links.
+
+    Links are followed, each directory is entered once, and nothing is opened. A link that leads nowhere is no file.
+    """
+    folders, sizes = request["folders"], set(request["sizes"])
     files: list[object] = []
     missing: list[object] = [folder for folder in folders if not pathlib.Path(folder).is_dir()]
     problems: list[object] = []
@@ -40,8 +41,3 @@ def search(folders: list[str], sizes: set[int]) -> dict[str, list[object]]:
                 if stat.S_ISREG(found.st_mode) and found.st_size in sizes:
                     files.append([str(path), os.path.realpath(path), found.st_size])
     return {"files": files, "missing": missing, "problems": problems}
-
-
-if __name__ == "__main__":
-    order = json.loads(sys.argv[1])
-    sys.stdout.write(json.dumps(search(order["folders"], set(order["sizes"]))) + "\n")

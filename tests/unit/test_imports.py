@@ -28,6 +28,7 @@ CORE = (
     "recipe_source",
     "lock",
     "docker_program",
+    "search_program",
     "node_program",
     "hosts",
     "ssh_host",
@@ -64,7 +65,6 @@ ROOMS = {
     "link",
     "checks",
     "weights",
-    "sync",
     "chat_template",
     "image",
     "tuning",
@@ -201,7 +201,7 @@ def test_only_programs_that_are_sent_write_to_standard_output(path: Path) -> Non
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 def test_a_program_that_is_sent_needs_the_standard_library_only(path: Path) -> None:
-    sent_with_it = {"docker_program"} if path.stem == "node_program" else set()
+    sent_with_it = {"docker_program", "search_program"} if path.stem == "node_program" else set()
     found = {item.split(".")[0] for item in IMPORTS[path.stem].at_load | IMPORTS[path.stem].later}
     assert found - {"sparkserve"} <= sys.stdlib_module_names
     assert IMPORTS[path.stem].own == sent_with_it

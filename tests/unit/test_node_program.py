@@ -214,7 +214,7 @@ def test_a_store_that_cannot_be_written_hides_no_proof(files: Files) -> None:
 
 def test_many_files_side_by_side_are_all_remembered(files: Files) -> None:
     paths = [files.make(f"f{n}", bytes([n]) * 1000) for n in range(12)]
-    found = files.ask("hash", *paths, workers=4)
+    found = files.ask("hash", *paths)
     assert [found[str(path)]["digest"] for path in paths] == [
         hashlib.sha256(bytes([n]) * 1000).hexdigest() for n in range(12)
     ]
@@ -271,15 +271,18 @@ def cached_bytes(path: Path) -> int:
 
 def test_settle(files: Files, session: NodeSession, tmp_path: Path) -> None:
     source, target = files.make("part"), tmp_path / "deep" / "er" / "f"
+    journal = files.make("part.journal")
     fields: dict[str, Any] = {"store": str(files.store), "algorithm": "sha256", "digest": "d" * 64}
+    fields["journal"] = str(journal)
     found = session.ask("settle", source=str(source), target=str(target), **fields)
-    assert (found, target.read_bytes(), source.exists()) == ({"size": len(CONTENT)}, CONTENT, False)
+    assert (found, target.read_bytes()) == ({"size": len(CONTENT)}, CONTENT)
+    assert not any(path.exists() for path in (source, journal))
     assert files.look(target)["digest"] == "d" * 64
 
 
 def test_what_we_made_stays_ours_when_it_is_read_again(files: Files, session: NodeSession, tmp_path: Path) -> None:
     target = tmp_path / "f"
-    fields: dict[str, Any] = {"store": str(files.store), "algorithm": "sha256", "digest": "d" * 64}
+    fields: dict[str, Any] = {"store": str(files.store), "algorithm": "sha256", "digest": "d" * 64, "journal": "/none"}
     session.ask("settle", source=str(files.make("part")), target=str(target), **fields)
     theirs = files.make("theirs")
     files.ask("hash", target, theirs)
@@ -302,7 +305,7 @@ def test_two_programs_that_remember_at_once_lose_nothing(files: Files) -> None:
 def test_settle_replaces_a_link_and_not_what_it_points_to(files: Files, session: NodeSession, tmp_path: Path) -> None:
     other, target = files.make("other", b"other"), tmp_path / "f"
     target.symlink_to(other)
-    session.ask("settle", source=str(files.make("part")), target=str(target))
+    session.ask("settle", source=str(files.make("part")), target=str(target), journal="/none")
     assert (target.is_symlink(), target.read_bytes(), other.read_bytes()) == (False, CONTENT, b"other")
 
 
