@@ -228,6 +228,16 @@ def test_a_proxy_command(client: Client, server: Sshd, tmp_path: Path) -> None:
     host.close()
 
 
+def test_bulk_data_finds_a_cipher_with_a_worker_that_has_none_of_the_fast_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_sshd(tmp_path / "server", Ciphers="aes256-ctr") as server:
+        make_client(tmp_path, server, monkeypatch)
+        argv = ssh.resolve_target(Settings(worker="spark")).bulk_command()
+        answer = subprocess.run([*argv, "cat"], input=b"weights", capture_output=True, timeout=30, check=False)
+    assert (answer.stdout, answer.stderr) == (b"weights", b"")
+
+
 def test_bulk_data_takes_the_same_key_and_no_proxy(client: Client, server: Sshd) -> None:
     client.set(ProxyCommand="/nonexistent/proxy %h %p")
     target = ssh.resolve_target(Settings(worker="spark"))
