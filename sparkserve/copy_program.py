@@ -1,9 +1,9 @@
-"""The two ends of a copy between nodes: `send` writes a file to stdout, `receive` reads stdin, writes, and hashes.
+"""The receiving end of a copy between nodes: `PATH OFFSET SIZE ALGORITHM`; reads stdin, writes, and hashes.
 
-Standard library only, Python 3.9 or newer: the text of this file is an argument of the node's own python3. The
-receiver tells JSON lines on stdout: `{"at"}` while it works, then one of `{"digest"}`, `{"cut"}` or `{"error"}`. It
-hashes what it hands to the kernel and ends with fsync, so the digest vouches for the file as far as a program can
-without reading the disk again; what was there before it began is read from the disk and hashed first.
+Standard library only, Python 3.9 or newer: the text of this file is an argument of the node's own python3. It tells
+JSON lines on stdout: `{"at"}` while it works, then one of `{"digest"}`, `{"cut"}` or `{"error"}`. It hashes what it
+hands to the kernel and ends with fsync, so the digest vouches for the file as far as a program can without reading the
+disk again; what was there before it began is read from the disk and hashed first.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import hashlib
 import json
 import os
 import pathlib
+import signal
 import sys
 import time
 from typing import Any
 
 BLOCK = 1 << 20
 DROP = 64 << 20
-PATIENCE = 10.0
+PATIENCE = 3.0
+SILENCE = 60
 F_SETPIPE_SZ = 1031  # the fcntl module names it from Python 3.10 on
 
 
@@ -93,6 +95,7 @@ def receive(path: str, offset: int, size: int, algorithm: str) -> None:
     position = 0
     while position < size:
         source, end = (descriptor, offset) if position < offset else (0, size)
+        signal.alarm(SILENCE)  # a sender behind a dead cable never ends the stream: this ends us, and frees the file
         count = read_block(source, buffer[: min(BLOCK, end - position)])
         if not count:
             return tell(cut=position)
@@ -101,24 +104,10 @@ def receive(path: str, offset: int, size: int, algorithm: str) -> None:
             write_all(descriptor, buffer[:count])
         position += count
         progress.at(position)
+    signal.alarm(0)
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     return tell(digest=digest.hexdigest())
-
-
-def send(path: str, offset: int) -> None:
-    """Write a file from `offset` on to stdout, and drop its pages behind the reader."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    os.lseek(descriptor, offset, os.SEEK_SET)
-    dropped = position = offset
-    buffer = memoryview(bytearray(BLOCK))
-    while count := os.readv(descriptor, [buffer]):
-        write_all(1, buffer[:count])
-        position += count
-        if position - dropped >= DROP:
-            os.posix_fadvise(descriptor, dropped, position - dropped, os.POSIX_FADV_DONTNEED)
-            dropped = position
-    os.posix_fadvise(descriptor, dropped, 0, os.POSIX_FADV_DONTNEED)
 
 
 def widen(descriptor: int) -> None:
@@ -128,12 +117,10 @@ def widen(descriptor: int) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Run one end: `receive PATH OFFSET SIZE ALGORITHM` or `send PATH OFFSET`."""
-    widen(1 if argv[0] == "send" else 0)
-    if argv[0] == "send":
-        return send(argv[1], int(argv[2]))
+    """Receive one file."""
+    widen(0)
     try:
-        return receive(argv[1], int(argv[2]), int(argv[3]), argv[4])
+        return receive(argv[0], int(argv[1]), int(argv[2]), argv[3])
     except OSError as error:
         return tell(error={"errno": error.errno, "text": error.strerror or str(error)})
 

@@ -6,6 +6,7 @@ The sending end on this machine is the open file itself, given to ssh as its std
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -18,7 +19,7 @@ from typing import IO, Any
 
 from sparkserve import copy_program
 from sparkserve.cluster import Node
-from sparkserve.errors import SparkserveError
+from sparkserve.errors import SparkserveError, disk_error
 from sparkserve.hosts import LocalHost
 from sparkserve.manifest import ManifestFile
 from sparkserve.partial import JOURNAL_SUFFIX
@@ -30,7 +31,6 @@ _DROP_BYTES = 64 << 20
 _PROGRESS_BYTES = 1 << 20
 # What ssh says when another try would say the same.
 _FINAL_WORDS = ("Permission denied", "Host key verification failed", "IDENTIFICATION HAS CHANGED", "no matching")
-_ERRNO_CODES = {28: "disk_full", 122: "disk_full", 13: "permission_denied", 30: "read_only"}
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,11 @@ class _Stream:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the stream
         self._processes: list[subprocess.Popen[bytes]] = []
         self._file: int | None = None
-        file = job.file
+        program = Path(copy_program.__file__).read_text(encoding="utf-8")
+        words = (job.partial, str(offset), str(job.file.size), job.file.algorithm)
         try:
             source = self._open_source(offset)
-            words = ("receive", job.partial, str(offset), str(file.size), file.algorithm)
-            self._receiver = self._start(job.target, words, source)
+            self._receiver = self._start(job.target, [job.target.host.python, "-I", "-c", program, *words], source)
         except BaseException:
             self.close()
             raise
@@ -153,7 +153,8 @@ class _Stream:
     def _open_source(self, offset: int) -> int | IO[bytes]:
         job = self._job
         if not isinstance(job.source.host, LocalHost):
-            return _stdout(self._start(job.source, ("send", job.source_path, str(offset)), subprocess.DEVNULL))
+            words = [f"if={job.source_path}", f"skip={offset}", "iflag=skip_bytes,nofollow,nocache", "bs=1M"]
+            return _stdout(self._start(job.source, ["dd", "status=none", *words], subprocess.DEVNULL))
         try:
             self._file = os.open(job.source_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
@@ -163,9 +164,9 @@ class _Stream:
         os.lseek(self._file, offset, os.SEEK_SET)
         return self._file
 
-    def _start(self, node: Node, words: tuple[str, ...], stdin: int | IO[bytes]) -> subprocess.Popen[bytes]:
-        program = Path(copy_program.__file__).read_text(encoding="utf-8")
-        argv = node.host.bulk_argv([node.host.python, "-I", "-c", program, *words], node.link_address)
+    def _start(self, node: Node, argv: list[str], stdin: int | IO[bytes]) -> subprocess.Popen[bytes]:
+        gently = ["nice", "-n", "19"] if node.session.ask("serves") else []
+        argv = node.host.bulk_argv([*gently, *argv], node.link_address)
         # A session of its own: Ctrl-C reaches it through us only.
         process = subprocess.Popen(
             argv, stdin=stdin, stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True
@@ -195,14 +196,11 @@ class _Stream:
 
     def _take(self, message: dict[str, Any], work: Work) -> None:
         if "error" in message:
-            number, text = message["error"]["errno"], message["error"]["text"]
-            hint = "free some space there, then run the same command again: what has arrived is kept"
-            raise SparkserveError(
-                _ERRNO_CODES.get(number, "copy_failed"),
-                f"cannot write {self._job.partial} ({self._job.file.size} bytes in all): {text}",
-                hint if number in (28, 122) else "look at the owner of that path and at `dmesg` there",
-                self._job.target.role,
-            )
+            number, reason = message["error"]["errno"], message["error"]["text"]
+            if number == errno.EAGAIN:  # an earlier receiver has not noticed yet that nobody sends to it any more
+                raise _Cut("an earlier copy still holds the partial file", self._position)
+            text = f"cannot write {self._job.partial} ({self._job.file.size} bytes in all): {reason}"
+            raise disk_error(number, text, self._job.target.role, "copy_failed")
         if "cut" in message:
             raise _Cut(self._last_words() or "the connection ended", int(message["cut"]))
         self._position = int(message["at"])

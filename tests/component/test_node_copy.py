@@ -7,6 +7,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -109,7 +110,7 @@ def test_a_partial_with_holes_is_not_taken_for_a_prefix(stage: Pair) -> None:
 
 
 def test_the_receiver_widens_its_pipe(tmp_path: Path) -> None:
-    argv = [sys.executable, "-I", copy_program.__file__, "receive", str(tmp_path / "file"), "0", "6", "sha256"]
+    argv = [sys.executable, "-I", copy_program.__file__, str(tmp_path / "file"), "0", "6", "sha256"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as receiver:
         assert receiver.stdin is not None
         pipe = receiver.stdin.fileno()
@@ -118,7 +119,7 @@ def test_the_receiver_widens_its_pipe(tmp_path: Path) -> None:
     assert json.loads(out.splitlines()[-1]) == {"digest": hashlib.sha256(b"weight").hexdigest()}
 
 
-def test_the_sending_program(repo: ModelRepo, hub: Hub, tmp_path: Path) -> None:
+def test_a_source_that_is_far_sends_from_where_the_target_is(repo: ModelRepo, hub: Hub, tmp_path: Path) -> None:
     with pair(repo, hub.endpoint, tmp_path) as stage:
         stage.fill("worker")
         job = job_of(stage, "worker", "head")
@@ -147,6 +148,34 @@ def test_a_link_that_does_not_carry_is_named(repo: ModelRepo, hub: Hub, tmp_path
     assert "10.9.8.7" in error.message
     assert words in error.message
     assert "ssh -o HostName=10.9.8.7" in error.hint
+
+
+def test_a_receiver_that_hangs_behind_a_dead_cable_is_waited_for(stage: Pair) -> None:
+    stage.fill("head")
+    job = replace(job_of(stage), limits=replace(QUICK, stall_seconds=20))
+    Path(job.partial).parent.mkdir(parents=True)
+    work = Recorder()
+    with Path(job.partial).open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        copying = threading.Thread(target=copy, args=(job, work))
+        copying.start()
+        wait_until(lambda: any("an earlier copy still holds" in note for note in work.notes))
+    copying.join(10)
+    assert Path(job.partial).read_bytes() == stage.repo.source(LARGE).read_bytes()
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_both_ends_stand_back_beside_a_serving_pair(
+    repo: ModelRepo, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serves: bool
+) -> None:
+    mark = tmp_path / "argv"
+    with pair(repo, hub.endpoint, tmp_path, Scripted(f'echo "$@" > {mark}; exec "$@"')) as stage:
+        stage.fill("head")
+        session = stage.node("worker").session
+        real = session.ask
+        monkeypatch.setattr(session, "ask", lambda do, **fields: serves if do == "serves" else real(do, **fields))
+        copy(job_of(stage), Recorder())
+    assert mark.read_text().startswith("nice -n 19 ") == serves
 
 
 def test_a_cut_is_survived_and_the_shell_of_the_account_may_chatter(repo: ModelRepo, hub: Hub, tmp_path: Path) -> None:
