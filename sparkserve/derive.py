@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from sparkserve import derive_program
@@ -20,11 +19,8 @@ from sparkserve.streams import follow
 STEP = "derive"
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The hash of each file on a node, by name; None where it is absent, or changed since it was made."""
-
-    digests: Mapping[str, str | None]
+# The hash of each file on a node, by name; None where it is absent, or changed since it was made.
+Facts = Mapping[str, str | None]
 
 
 def path_on(node: Node, deployment: Deployment, item: Derived) -> str:
@@ -49,17 +45,17 @@ def gather(node: Node, deployment: Deployment) -> Facts:
     """Look at every file of a node; nothing is read but remembered hashes."""
     paths = {item.name: path_on(node, deployment, item) for item in deployment.recipe.derived}
     if not paths:
-        return Facts({})
+        return {}
     asked = [{"path": path, "algorithm": "sha256"} for path in paths.values()]
     rows = node.session.ask("look", store=node.proofs_file, files=asked)
-    return Facts({name: rows[path]["digest"] for name, path in paths.items()})
+    return {name: rows[path]["digest"] for name, path in paths.items()}
 
 
 def plan(deployment: Deployment, facts: Mapping[Role, Facts]) -> list[Change]:
     """Plan each file where a node lacks it, and on both where they differ."""
     changes = []
     for item in deployment.recipe.derived:
-        digests = {role: facts[role].digests[item.name] for role in facts}
+        digests = {role: facts[role][item.name] for role in facts}
         differ = len(set(filter(None, digests.values()))) > 1
         for node in deployment.cluster.nodes:
             if digests[node.role] is None or differ:

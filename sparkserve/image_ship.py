@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparkserve import save_program
-from sparkserve.cluster import Cluster, Node
+from sparkserve.cluster import Cluster
 from sparkserve.errors import SparkserveError
 from sparkserve.image_facts import Facts, ImageFacts, check_room, gather
 from sparkserve.plan import Work
-from sparkserve.ssh_host import SshHost
 from sparkserve.streams import Joined, join
 
 # The first engine API whose `docker save` can be told the one platform to write.
@@ -85,7 +84,9 @@ class _Shipment:
         def on_bytes(done: int) -> None:
             work.progress(done, max(size, done))
 
-        joined = join(self.cluster.head.host, source, load_command(self.cluster.worker), work.check, on_bytes)
+        worker = self.cluster.worker
+        load = worker.host.bulk_argv(["docker", "load"], worker.link_address)
+        joined = join(self.cluster.head.host, source, load, work.check, on_bytes)
         if joined.source.exit_code != 0 and not joined.cut:
             message = "the head could not give the image out"
             raise SparkserveError("ship_failed", message, "sparkserve build", "head", joined.source.error_text)
@@ -119,11 +120,3 @@ def saved_names(layers: Sequence[str]) -> Iterator[str]:
 
 def _digest(text: str) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
-
-
-def load_command(worker: Node) -> list[str]:
-    """Give the head's command that loads an image on the worker: bulk data has an SSH process of its own."""
-    load = ["docker", "load"]
-    if isinstance(worker.host, SshHost):
-        return [*worker.host.target.bulk_command(worker.link_address), *load]
-    return load

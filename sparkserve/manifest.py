@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -105,10 +104,3 @@ def find_problem(file: ManifestFile, facts: FileFacts) -> Problem | None:
 def is_proved(file: ManifestFile, facts: FileFacts) -> bool:
     """Whether a file is a regular file of the right size and hash."""
     return find_problem(file, facts) is None and facts.digest == file.digest
-
-
-def find_problems(manifest: Manifest, observed: Mapping[str, FileFacts]) -> dict[str, Problem]:
-    """List every file of the manifest with something wrong; files that the manifest does not name are not looked at."""
-    missing = FileFacts("missing")
-    problems = {file.path: find_problem(file, observed.get(file.path, missing)) for file in manifest.files}
-    return {path: problem for path, problem in problems.items() if problem}

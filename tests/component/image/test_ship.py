@@ -8,7 +8,7 @@ import pytest
 
 from sparkserve.cluster import Deployment
 from sparkserve.errors import SparkserveError
-from sparkserve.image_ship import load_command, saved_names
+from sparkserve.image_ship import saved_names
 from sparkserve.plan import Cancelled
 from sparkserve.settings import Settings
 from sparkserve.ssh import SshTarget
@@ -161,7 +161,7 @@ def test_the_worker_is_loaded_over_the_cable() -> None:
     target = SshTarget("spark@worker", "10.0.0.2", 22, "spark", (), (), "10.0.0.2")
     settings = Settings.model_validate({"worker": "spark@worker", "worker_link": "192.168.100.11"})
     node = make_node("worker", settings, host=SshHost("worker", target, None))  # type: ignore[arg-type]
-    command = load_command(node)
+    command = node.host.bulk_argv(["docker", "load"], node.link_address)
     assert command[0] == "ssh"
     assert "HostName=192.168.100.11" in command
-    assert command[-3:] == ["spark@worker", "docker", "load"]
+    assert command[-2:] == ["spark@worker", "docker load"]
