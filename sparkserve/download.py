@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import random
 import threading
 from collections import deque
@@ -10,32 +9,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkserve.errors import SparkserveError
-from sparkserve.hub_file import Body, Hub, HubFile, Source
+from sparkserve.errors import SparkserveError, disk_error
+from sparkserve.hub_file import Hub, Source
+from sparkserve.inventory import Item
 from sparkserve.partial import Partial
 from sparkserve.plan import Work
-from sparkserve.web import Limits, Stopped, StopSign, Trouble
+from sparkserve.web import Exchange, Limits, Stopped, StopSign, Trouble
 
 _POLL_SECONDS = 0.1
 # So much makes an attempt count as progress, and the count of failures begin anew.
 _PROGRESS_BYTES = 1 << 20
 
 
-def download(hub: Hub, wanted: HubFile, path: Path, work: Work) -> None:
+def download(hub: Hub, wanted: Item, path: Path, work: Work) -> None:
     """Fetch a file into its partial at `path` until size and hash are right; it is neither renamed nor made durable.
 
     A wrong hash throws everything away and fetches once more from the start: a stale partial can be the reason.
     """
     observed = ""
-    with hub.connections:
-        for _ in range(2):
-            try:
-                observed = _attempt(hub, wanted, path, work)
-            except OSError as error:
-                raise _disk_error(error, path, wanted.file.size) from error
-            if observed == wanted.file.digest:
-                return
-            work.note("wrong content: fetching it once more from the start")
+    for _ in range(2):
+        try:
+            observed = _attempt(hub, wanted, path, work)
+        except OSError as error:
+            # Every other failure is a `Trouble` by now: what is left came from the file system.
+            message = f"cannot write {path} ({wanted.file.size} bytes in all): {error.strerror}"
+            raise disk_error(error.errno, message, "head", "disk_failed") from error
+        if observed == wanted.file.digest:
+            return
+        work.note("wrong content: fetching it once more from the start")
     algorithm = wanted.file.algorithm
     raise SparkserveError(
         "wrong_content",
@@ -44,7 +45,7 @@ def download(hub: Hub, wanted: HubFile, path: Path, work: Work) -> None:
     )
 
 
-def _attempt(hub: Hub, wanted: HubFile, path: Path, work: Work) -> str:
+def _attempt(hub: Hub, wanted: Item, path: Path, work: Work) -> str:
     with Partial(path, wanted.file, hub.limits.segment_bytes) as partial:
         _Fetch(hub, wanted, partial).run(work)
         observed = partial.digest(_hashing(work))
@@ -76,7 +77,7 @@ class _RangesIgnored(Exception):
 class _Fetch:
     """The download of the segments that are missing."""
 
-    def __init__(self, hub: Hub, wanted: HubFile, partial: Partial) -> None:
+    def __init__(self, hub: Hub, wanted: Item, partial: Partial) -> None:
         self._hub, self._limits = hub, hub.limits
         self._wanted, self._partial = wanted, partial
         self._stop = StopSign()
@@ -132,6 +133,8 @@ class _Fetch:
             self._one_stream = True
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits in `run`
             self._failures.append(error)
+        finally:
+            self._hub.connections.close()
         self._stop.raise_it()
 
     def _fetch(self, span: _Span, buffer: memoryview) -> None:
@@ -140,26 +143,27 @@ class _Fetch:
         while span.position < span.end:
             begun = span.position
             try:
-                with self._source.open(span.position, span.end) as body:
-                    self._receive(body, span, buffer)
+                exchange, start = self._source.open(span.position, span.end)
+                with exchange:
+                    self._receive(exchange, start, span, buffer)
             except Trouble as trouble:
                 progress = span.position - begun >= min(_PROGRESS_BYTES, self._limits.segment_bytes)
                 failures = 1 if progress else failures + 1
                 if failures >= (trouble.tries or self._limits.tries):
                     raise trouble.error from trouble
-                self._stop.sleep(trouble.wait or self._backoff(failures))
+                # A server that asks for less than our own patience is not believed to be well by then.
+                self._stop.sleep(max(trouble.wait or 0, self._backoff(failures)))
 
     def _backoff(self, failures: int) -> float:
         longest = min(self._limits.longest_wait, self._limits.first_wait * float(1 << (failures - 1)))
         return longest * random.uniform(0.75, 1.25)  # noqa: S311 - spreads retries, guards nothing
 
-    def _receive(self, body: Body, span: _Span, buffer: memoryview) -> None:
-        if body.start < span.position and not self._one_stream:
+    def _receive(self, exchange: Exchange, position: int, span: _Span, buffer: memoryview) -> None:
+        if position < span.position and not self._one_stream:
             raise _RangesIgnored
-        position = body.start
         while position < span.end:
             until = span.position if position < span.position else span.end
-            count = body.read_into(buffer[: until - position])
+            count = exchange.read_into(buffer[: until - position])
             if not count:
                 text = f"{self._wanted}: the answer ended after {position} of {span.end} bytes"
                 raise Trouble(
@@ -194,12 +198,3 @@ def _make_spans(partial: Partial, limits: Limits) -> list[_Span]:
 
 def _whole_span(partial: Partial) -> list[_Span]:
     return [_Span(number * partial.segment_bytes, partial.size) for number in partial.missing()[:1]]
-
-
-def _disk_error(error: OSError, path: Path, size: int) -> SparkserveError:
-    """Every other failure is a `Trouble` by now: what is left came from the file system."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        text = f"no room left in {path.parent}; {path.name} needs {size} bytes in all"
-        hint = "free some space there, then run the same command again: what has arrived is kept"
-        return SparkserveError("disk_full", text, hint)
-    return SparkserveError("disk_failed", f"cannot write {path}: {error.strerror}", "look at its owner and at `dmesg`")

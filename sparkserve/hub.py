@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
+from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sparkserve.errors import SparkserveError
@@ -16,6 +20,7 @@ DEFAULT_ENDPOINT = "https://huggingface.co"
 WHOLE_COMMIT = re.compile(r"[0-9a-f]{40}")
 SHORT_COMMIT = re.compile(r"[0-9a-f]{7,40}")
 _SECONDS = 30.0
+_FIRST_PAUSE = 1.0
 
 
 def list_files(settings: Settings, repository: str, revision: str) -> tuple[str, dict[str, RepoSibling]]:
@@ -25,7 +30,7 @@ def list_files(settings: Settings, repository: str, revision: str) -> tuple[str,
     token = settings.hf_token.get_secret_value() if settings.hf_token else False
     api = HfApi(endpoint=settings.hf_endpoint, token=token)
     try:
-        info = _ask(api, repository, revision)
+        info = _patiently(partial(_ask, api, repository, revision))
         commit, siblings = str(info.sha), {file.rfilename: file for file in info.siblings or []}
     except (errors.OfflineModeIsEnabled, errors.HTTPError) as error:  # type: ignore[attr-defined] # their HTTP client's
         raise _explained(settings, repository, revision, error) from error
@@ -35,6 +40,31 @@ def list_files(settings: Settings, repository: str, revision: str) -> tuple[str,
     if not WHOLE_COMMIT.fullmatch(commit) or (SHORT_COMMIT.fullmatch(revision) and not commit.startswith(revision)):
         raise SparkserveError("hub_failed", f"{settings.hf_endpoint} resolves {revision} of {repository} to {commit}")
     return commit, siblings
+
+
+def _patiently(ask: Callable[[], ModelInfo]) -> ModelInfo:
+    """Ask up to three times while the hub is too busy to answer, with the pause that it asks for."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    for pause in (_FIRST_PAUSE, 2 * _FIRST_PAUSE):
+        try:
+            return ask()
+        except HfHubHTTPError as error:
+            status, asked = error.response.status_code, retry_after(error.response.headers.get("Retry-After", "")) or 0
+            if (status != 429 and status < 500) or asked > _SECONDS:
+                raise
+            time.sleep(max(pause, asked))
+    return ask()
+
+
+def retry_after(value: str) -> float | None:
+    """Read the header `Retry-After`, in seconds or as a date."""
+    if value.strip().isdigit():
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time()) if value else None
+    except (ValueError, TypeError):
+        return None
 
 
 def _ask(api: HfApi, repository: str, revision: str) -> ModelInfo:

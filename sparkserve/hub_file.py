@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import dataclass, field
-from email.message import Message
-from email.utils import parsedate_to_datetime
-from functools import cached_property
-from typing import Self
-from urllib.parse import quote, urljoin
+from urllib.parse import urljoin
 
 from sparkserve.errors import SparkserveError
-from sparkserve.hub import hub_refused
-from sparkserve.manifest import ManifestFile
+from sparkserve.hub import hub_refused, retry_after
+from sparkserve.inventory import Item
 from sparkserve.settings import Settings
 from sparkserve.web import Connections, Exchange, Limits, Pace, StopSign, Trouble, origin_of
 
@@ -29,15 +24,9 @@ class Hub:
     settings: Settings
     limits: Limits = field(default_factory=Limits)
 
-    @cached_property
-    def connections(self) -> Connections:
-        """Open connections."""
-        return Connections(self.limits)
-
-    @cached_property
-    def pace(self) -> Pace:
-        """The rate limit of the settings."""
-        return Pace(self.settings.rate_limit)
+    def __post_init__(self) -> None:
+        self.connections = Connections(self.limits)
+        self.pace = Pace(self.settings.rate_limit)
 
     def token_for(self, url: str) -> dict[str, str]:
         """Give the header with the token, for the hub's own host only."""
@@ -47,61 +36,26 @@ class Hub:
         return {"Authorization": f"Bearer {token.get_secret_value()}"}
 
 
-@dataclass(frozen=True)
-class HubFile:
-    """A file of a repository at a commit."""
-
-    repository: str
-    commit: str
-    file: ManifestFile
-
-    def address(self, endpoint: str) -> str:
-        """Where the hub answers for it."""
-        return f"{endpoint}/{quote(self.repository)}/resolve/{self.commit}/{quote(self.file.path)}"
-
-    def __str__(self) -> str:
-        return f"{self.file.path} of {self.repository} at {self.commit[:8]}"
-
-
-@dataclass
-class Body:
-    """Bytes of the file, beginning at `start`; a context that gives the connection back."""
-
-    exchange: Exchange
-    start: int
-
-    def read_into(self, buffer: memoryview) -> int:
-        """Read the next bytes; 0 means that no more come."""
-        return self.exchange.read_into(buffer)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *reason: object) -> None:
-        self.exchange.__exit__(*reason)
-
-
 class Source:
     """Where a file's bytes come from; remembers the content server's link until that one refuses."""
 
-    def __init__(self, hub: Hub, wanted: HubFile, stop: StopSign) -> None:
+    def __init__(self, hub: Hub, wanted: Item, stop: StopSign) -> None:
         self._hub = hub
         self._wanted = wanted
         self._stop = stop
         self._home = wanted.address(hub.settings.hf_endpoint)
         self._link = self._home
 
-    def open(self, start: int, end: int) -> Body:
-        """Ask for the bytes from `start` to `end`; a server that ignores ranges gives a body that begins at 0."""
+    def open(self, start: int, end: int) -> tuple[Exchange, int]:
+        """Ask for the bytes from `start` to `end`; give where the answer begins: at 0 if the server ignores ranges."""
         size = self._wanted.file.size
         headers = {} if (start, end) == (0, size) else {"Range": f"bytes={start}-{end - 1}"}
         exchange = self._follow(headers)
         try:
-            begin = self._checked_start(exchange, start)
+            return exchange, self._checked_start(exchange, start)
         except BaseException:
             exchange.__exit__()
             raise
-        return Body(exchange, begin)
 
     def _follow(self, headers: dict[str, str]) -> Exchange:
         url = self._link
@@ -166,26 +120,15 @@ class Source:
             hint = "`sparkserve lock --check` compares the lock with the hub; a mirror may lack it: look at HF_ENDPOINT"
             return Trouble(SparkserveError("hub_file_missing", text, hint, details=details), 1)
         gated = exchange.headers.get("X-Error-Code") == "GatedRepo" and settings.hf_token is not None
-        return Trouble(hub_refused(settings, self._wanted.repository, 403 if gated else status, details), 1)
+        return Trouble(hub_refused(settings, self._wanted.manifest.repository, 403 if gated else status, details), 1)
 
     def _overload(self, exchange: Exchange) -> Trouble:
         """Too many requests, or a server that is down: everybody waits as long as it asks for, within reason."""
-        error = hub_refused(self._hub.settings, self._wanted.repository, exchange.status)
-        asked = _retry_after(exchange.headers)
+        error = hub_refused(self._hub.settings, self._wanted.manifest.repository, exchange.status)
+        asked = retry_after(exchange.headers.get("Retry-After", ""))
         if asked is not None and asked > self._hub.limits.longest_retry_after:
             error.message += f" and asks to wait {asked:.0f} s"
             return Trouble(error, 1)
         if asked:
             self._hub.pace.hold(asked)
         return Trouble(error, wait=asked)
-
-
-def _retry_after(headers: Message) -> float | None:
-    """Read `Retry-After`, in seconds or as a date."""
-    value = headers.get("Retry-After", "").strip()
-    if value.isdigit():
-        return float(value)
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time()) if value else None
-    except (ValueError, TypeError):
-        return None

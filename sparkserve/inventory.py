@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
 
 from sparkserve.cluster import Node
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
 from sparkserve.lock import Lock
 from sparkserve.manifest import FileFacts, Manifest, ManifestFile, find_problem, is_proved
+from sparkserve.partial import JOURNAL_SUFFIX
 from sparkserve.plan import Work
 
 PARTIALS = ".sparkserve-partial"
 _MISSING = FileFacts("missing")
+# The arguments are directories of partials.
+_TIDY = """for place; do
+    for journal in "$place"/*.journal*; do [ -e "${journal%.journal*}" ] || rm -f -- "$journal"; done
+    [ ! -d "$place" ] || rmdir --ignore-fail-on-non-empty -- "$place"
+done"""
 _adopting = threading.Lock()
 
 
@@ -38,6 +47,13 @@ class Item:
     def proof(self) -> str:
         """What a proved file shows, shortened for people."""
         return f"{self.file.algorithm}:{self.file.digest[:12]}…"
+
+    def address(self, endpoint: str) -> str:
+        """Where a hub answers for it."""
+        return f"{endpoint}/{quote(self.manifest.repository)}/resolve/{self.manifest.commit}/{quote(self.file.path)}"
+
+    def __str__(self) -> str:
+        return f"{self.file.path} of {self.manifest.repository} at {self.manifest.commit[:8]}"
 
     def own_path(self, node: Node) -> str:
         """Where we write it, whatever file of others is used meanwhile."""
@@ -106,35 +122,34 @@ def bytes_missing(lock: Lock, facts: Facts) -> int:
     return sum(item.file.size - facts.partial_bytes.get(item.name, 0) for item in broken)
 
 
-def hash_files(node: Node, places: Mapping[str, ManifestFile], tell: Callable[[int], None]) -> dict[str, FileFacts]:
-    """Hash files, given by path, on their node, which remembers the results; `tell` hears of the bytes read."""
-    if not places:
-        return {}
+def hash_files(node: Node, places: Mapping[str, ManifestFile], work: Work) -> dict[str, FileFacts]:
+    """Hash files, given by path, on their node, which remembers the results."""
     files = [{"path": path, "algorithm": file.algorithm, "size": file.size} for path, file in places.items()]
-    rows = node.session.ask(
-        "hash", store=node.proofs_file, files=files, on_progress=lambda progress: tell(progress["bytes"])
-    )
+    total = sum(file.size for file in places.values())
+
+    def tell(progress: Mapping[str, int]) -> None:
+        work.check()
+        work.progress(progress["bytes"], total)
+
+    rows = node.session.ask("hash", store=node.proofs_file, files=files, on_progress=tell)
     return {path: FileFacts(row["kind"], row["size"], row["digest"]) for path, row in rows.items()}
 
 
 def prove(node: Node, item: Item, work: Work, path: str = "") -> bool:
     """Hash a file where it is used (or at another path) and tell whether it is right."""
-
-    def tell(done: int) -> None:
-        work.check()
-        work.progress(done, item.file.size)
-
     path = path or node.place(item.manifest, item.file)
-    return is_proved(item.file, hash_files(node, {path: item.file}, tell)[path])
+    return is_proved(item.file, hash_files(node, {path: item.file}, work)[path])
 
 
 def settle(node: Node, item: Item, work: Work) -> str:
     """Give a partial whose hash is right its name, durably, and remember the hash; tell what is there now."""
     work.note("writing it out")
+    source = item.partial_path(node)
     answer = node.session.ask(
         "settle",
         timeout=600,
-        source=item.partial_path(node),
+        source=source,
+        journal=source + JOURNAL_SUFFIX,
         target=item.own_path(node),
         store=node.proofs_file,
         algorithm=item.file.algorithm,
@@ -158,7 +173,20 @@ def note_adopted(node: Node, item: Item, path: str | None) -> None:
 
 
 def tidy(node: Node, lock: Lock) -> None:
-    """Remove the directories of partials that are empty by now; an absent one is fine."""
-    places = [f"{node.models_dir}/{manifest.directory}" for manifest in lock.weights]
-    words = ["-maxdepth", "1", "-type", "d", "-name", PARTIALS, "-empty", "-delete"]
-    node.host.run(["find", *places, *words], check=False)
+    """Remove journals that a kill left without their partials, and directories of partials that are empty by now."""
+    places = [f"{node.models_dir}/{manifest.directory}/{PARTIALS}" for manifest in lock.weights]
+    node.host.run(["sh", "-c", _TIDY, "sh", *places], check=False)
+
+
+def find_command(place: str, *words: str) -> list[str]:
+    """Give the command that lists what is below a directory; one that is not there holds nothing."""
+    return ["sh", "-c", '[ ! -d "$1" ] || exec find "$@"', "sh", place, *words]
+
+
+def found_lines(node: Node, answer: Mapping[str, Any] | None) -> list[str]:
+    """Read what a `find` with zero bytes between its lines gave; one that could not look is an error."""
+    if answer is None or answer["code"] != 0:
+        message = "listing our directories took too long" if answer is None else "our directories cannot be listed"
+        hint = "look at the disk of that node, and at the owners there"
+        raise SparkserveError("disk_look", message, hint, node.role, (answer or {}).get("err", ""), EXIT_COULD_NOT_LOOK)
+    return sorted(filter(None, answer["out"].split("\0")))

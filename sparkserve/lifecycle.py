@@ -163,7 +163,7 @@ class Locked:
 def lock_sources(session: Session, *, update: bool, dry_run: bool) -> Locked:
     """Make sure that every source is resolved; writes the lock and nothing else."""
     found, is_new = resolve_lock(session, update=update)
-    before = lock.read_any_lock(session.lock_file, session.recipe)
+    before = lock.peek(session.lock_file) or lock.peek(session.recipe.directories[0] / lock.NAME)
     differences = sources.compare(before, found, session.recipe, session.settings) if is_new else []
     if is_new and not dry_run:
         with pair_lock(session.state, session.command):
@@ -218,7 +218,7 @@ def run_steps(
                 report = attempt.make(attempt.Attempt(deployment, start, session.state, session.command, carry), wanted)
             else:
                 report = carry(wanted)
-            planning.tidy_weights(deployment, report)
+            planning.tidy_weights(deployment, steps)
         report.applied[:0] = adopted.applied
         every = Plan((*adoption.changes, *wanted.changes))
         outcome = Outcome(("adopt", *steps) if adopt else steps, every, report, time.monotonic() - begun)

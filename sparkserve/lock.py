@@ -97,10 +97,10 @@ def read_lock(path: Path, recipe: Recipe, settings: Settings) -> Lock | None:
     return lock
 
 
-def read_any_lock(path: Path, recipe: Recipe) -> Lock | None:
-    """Read our lock or the recipe's to compare another one with; None where that cannot be read."""
+def peek(path: Path) -> Lock | None:
+    """Read a lock to compare another one with; None where there is none that can be read."""
     try:
-        return _parse(path) or _parse(recipe.directories[0] / NAME)
+        return _parse(path)
     except SparkserveError:
         return None
 
@@ -113,10 +113,7 @@ def read_others(path: Path) -> list[Lock]:
 
 def recipe_of(path: Path) -> str:
     """Tell which recipe a lock is of; empty where there is none that can be read."""
-    try:
-        found = _parse(path)
-    except SparkserveError:
-        return ""
+    found = peek(path)
     return found.recipe if found else ""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import threading
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from sparkserve.manifest import ManifestFile
+from sparkserve.node_program import new_digest
 
 # The journal lies beside the file whose segments it lists; a partial without one grows from its start without holes.
 JOURNAL_SUFFIX = ".journal"
@@ -84,9 +84,7 @@ class Partial:
         self._closed = False
         self._failure: OSError | None = None
         self._changed = threading.Condition()
-        self._digest = hashlib.sha256() if file.algorithm == "sha256" else hashlib.sha1(usedforsecurity=False)
-        if file.algorithm == "git-sha1":
-            self._digest.update(b"blob %d\0" % file.size)
+        self._digest = new_digest(file.algorithm, file.size)
         self._follower = threading.Thread(target=self._follow, name=f"hash of {path.name}", daemon=True)
         self._follower.start()
 
@@ -106,6 +104,8 @@ class Partial:
 
     def write(self, position: int, data: memoryview) -> None:
         """Write bytes; whoever writes a segment begins at its start and goes on without a gap."""
+        if self._failure:  # nothing of it can be proved any more
+            raise self._failure
         end = position + len(data)
         while data:
             data = data[os.pwrite(self._descriptor, data, end - len(data)) :]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from sparkserve import adoption, chat_template, derive, engine, image, link, sync, tuning, weights
+from sparkserve import adoption, chat_template, derive, engine, image, link, tuning, weights
 from sparkserve.blueprint import build_specs
 from sparkserve.cluster import Deployment, Node, Role
 from sparkserve.container import ContainerSpec, check_resolved, with_secrets
@@ -16,7 +16,7 @@ from sparkserve.endpoint import open_endpoint
 from sparkserve.engine_watch import Launch
 from sparkserve.errors import Failures
 from sparkserve.parameters import read_secrets
-from sparkserve.plan import ApplyReport, Change
+from sparkserve.plan import Change
 from sparkserve.recipe import PLACEHOLDER, render
 from sparkserve.status import serving_of
 from sparkserve.status_look import Question, look
@@ -36,7 +36,6 @@ def plan_preparation(deployment: Deployment) -> list[Change]:
     found = both(lambda node: weights.gather(node, deployment.lock))
     return [
         *weights.plan(deployment, found),
-        *sync.plan(deployment, found),
         *derive.plan(deployment, both(lambda node: derive.gather(node, deployment))),
         *chat_template.plan(deployment, both(lambda node: chat_template.gather(node, deployment))),
         *image.plan(deployment, both(lambda node: image.gather(node, deployment))),
@@ -63,9 +62,9 @@ def look_for_weights(
     return changes
 
 
-def tidy_weights(deployment: Deployment, report: ApplyReport) -> None:
-    """Leave no empty directories of partials where weights were written."""
-    if any(item.change.step in ("download", "sync") for item in report.applied):
+def tidy_weights(deployment: Deployment, steps: Collection[str]) -> None:
+    """Leave no empty directories of partials where weights were written, by this run or by one that was killed."""
+    if not {"download", "sync"}.isdisjoint(steps):
         deployment.cluster.on_both(lambda node: weights.tidy(node, deployment.lock))
 
 

@@ -14,7 +14,7 @@ from sparkserve.cluster import Node
 from sparkserve.engine_facts import docker_body
 from sparkserve.engine_logs import saved_runs
 from sparkserve.errors import SparkserveError
-from sparkserve.inventory import PARTIALS, Item, gather, list_items
+from sparkserve.inventory import PARTIALS, Item, find_command, found_lines, gather, list_items
 from sparkserve.lock import Lock
 from sparkserve.manifest import find_problem
 from sparkserve.partial import JOURNAL_SUFFIX
@@ -59,28 +59,22 @@ def plan(node: Node, wanted: Wanted) -> list[Change]:
     """Plan the removal of everything of ours on a node that is not wanted and not in use."""
     proofs = node.proofs_file
     folders = sorted({folder.rpartition("/")[0] for folder in wanted.folders})
-    # Without a place to begin at, `find` takes the current directory.
-    kinds = ["find", *folders, "-mindepth", "1", "-maxdepth", "1", "-type", "d", "-print0"] if folders else ["true"]
-    half = ["find", node.models_dir, "-path", f"*/{PARTIALS}/*", "-type", "f", "-printf", "%b %p\\0"]
-    raw = node.session.ask(
-        "facts", files=[proofs], docker=[_CONTAINERS, _IMAGES], commands={"caches": kinds, "partials": half}
-    )
+    below = ("-mindepth", "1", "-maxdepth", "1", "-type", "d", "-print0")
+    # What we may not enter holds nothing of ours: such as `lost+found`.
+    words = ("!", "-readable", "-prune", "-o", "-path", f"*/{PARTIALS}/*", "-type", "f", "-printf", "%b %p\\0")
+    commands = {folder: find_command(folder, *below) for folder in folders}
+    commands["partials"] = find_command(node.models_dir, *words)
+    raw = node.session.ask("facts", files=[proofs], docker=[_CONTAINERS, _IMAGES], commands=commands)
+    lines = {name: found_lines(node, answer) for name, answer in raw["commands"].items()}
     containers = docker_body(raw["docker"][_CONTAINERS], node.role)
     mounts = tuple(mount.get("Source", "") for row in containers for mount in row.get("Mounts") or ())
     used = _Used(mounts, frozenset(row["ImageID"] for row in containers))
     return [
         *_plan_weights(node, wanted, used, json.loads(raw["files"][proofs] or "{}")),
-        *_plan_partials(node, wanted, _lines(node, raw["commands"]["partials"])),
-        *_plan_caches(node, wanted, used, _lines(node, raw["commands"]["caches"])),
+        *_plan_partials(node, wanted, lines.pop("partials")),
+        *_plan_caches(node, wanted, used, [path for paths in lines.values() for path in paths]),
         *_plan_images(node, wanted, used, docker_body(raw["docker"][_IMAGES], node.role)),
     ]
-
-
-def _lines(node: Node, answer: Mapping[str, Any] | None) -> list[str]:
-    if answer is None:
-        message = "listing our directories took too long"
-        raise SparkserveError("prune_look", message, "look at the disk of that node", node.role, exit_code=6)
-    return sorted(filter(None, answer["out"].split("\0")))
 
 
 def _plan_weights(node: Node, wanted: Wanted, used: _Used, proofs: Mapping[str, Any]) -> Iterator[Change]:

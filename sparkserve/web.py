@@ -16,6 +16,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 from urllib.parse import unquote, urlsplit
 
@@ -27,13 +28,17 @@ _USER_AGENT = "sparkserve"
 
 @dataclass(frozen=True)
 class Limits:
-    """How large the pieces are, how many connections a file gets, and how patient we are; seconds and bytes."""
+    """How large the pieces are, how many connections a file gets, and how patient we are; seconds and bytes.
+
+    A connection that brings less than `least_bytes` while we wait `read_seconds` for it is dropped.
+    """
 
     segment_bytes: int = 8 << 20
     span_segments: int = 32
     connections: int = 6
     connect_seconds: float = 10.0
     read_seconds: float = 30.0
+    least_bytes: int = 32 << 10
     tries: int = 10
     first_wait: float = 1.0
     longest_wait: float = 30.0
@@ -163,38 +168,28 @@ def origin_of(url: str) -> Origin:
     return parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
 
+class _Kept(threading.local):
+    """What each thread has for itself."""
+
+    def __init__(self) -> None:
+        self.idle: dict[Origin, http.client.HTTPConnection] = {}
+
+
 class Connections:
-    """Connections of a run, kept for the next request to the same server; closed when the last user leaves."""
+    """Each thread's own connections, kept for its next request to the same server until it closes them."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._lock = threading.Lock()
-        self._idle: dict[Origin, list[http.client.HTTPConnection]] = {}
-        self._users = 0
-        self._tls: ssl.SSLContext | None = None
+        self._kept = _Kept()
 
-    def __enter__(self) -> Self:
-        with self._lock:
-            self._users += 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._users -= 1
-            idle = [connection for kept in self._idle.values() for connection in kept] if not self._users else []
-            if not self._users:
-                self._idle.clear()
-        for connection in idle:
-            connection.close()
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        return ssl.create_default_context()
 
     def take(self, origin: Origin) -> http.client.HTTPConnection:
-        """Give a connection that waits for work, or a new one that is not open yet."""
-        with self._lock:
-            kept = self._idle.get(origin)
-            if kept:
-                return kept.pop()
-            if self._tls is None and origin[0] == "https":
-                self._tls = ssl.create_default_context()
+        """Give the connection that waits for work, or a new one that is not open yet."""
+        if kept := self._kept.idle.pop(origin, None):
+            return kept
         scheme, host, port = origin
         proxy = find_proxy(origin)
         place = (proxy.host, proxy.port) if proxy else (host, port)
@@ -207,8 +202,13 @@ class Connections:
 
     def give_back(self, origin: Origin, connection: http.client.HTTPConnection) -> None:
         """Keep a connection whose last answer was read to its end."""
-        with self._lock:
-            self._idle.setdefault(origin, []).append(connection)
+        self._kept.idle[origin] = connection
+
+    def close(self) -> None:
+        """Close what this thread kept."""
+        for connection in self._kept.idle.values():
+            connection.close()
+        self._kept.idle.clear()
 
 
 class Exchange:
@@ -216,6 +216,7 @@ class Exchange:
 
     def __init__(self, connections: Connections, url: str, headers: dict[str, str], stop: StopSign) -> None:
         self.origin = origin_of(url)
+        self._waited, self._brought = 0.0, 0
         self._connections = connections
         self._stop = stop
         self._connection = connections.take(self.origin)
@@ -240,14 +241,31 @@ class Exchange:
         return connection.getresponse()
 
     def read_into(self, buffer: memoryview) -> int:
-        """Read the next bytes of the body; 0 means that it has ended."""
+        """Read what is there; 0 means that the body has ended. Who only drips is as good as silent."""
+        response, limits, begun = self._response, self._connections.limits, time.monotonic()
         with self._as_trouble():
-            return self._response.readinto(buffer)
+            if response.length:
+                count = response.fp.readinto1(buffer[: response.length])
+                response.length -= count
+                if not count or not response.length:
+                    response.close()
+            else:
+                data = response.read1(len(buffer))
+                count = len(data)
+                buffer[:count] = data
+            self._waited += time.monotonic() - begun
+            self._brought += count
+            if self._waited >= limits.read_seconds:
+                if self._brought < limits.least_bytes:
+                    raise TimeoutError
+                self._waited, self._brought = 0.0, 0
+        return count
 
     def finish(self) -> None:
         """Read what is left of a short answer, so that its connection can be used again."""
-        with self._as_trouble():
-            self._response.read(1 << 16)
+        left = memoryview(bytearray(1 << 16))
+        while left and (count := self.read_into(left)):
+            left = left[count:]
 
     def __enter__(self) -> Self:
         return self
@@ -279,7 +297,8 @@ class Exchange:
                 tries, text = 1, f"{where} shows a certificate that is not trusted"
                 code, hint = "tls_untrusted", "look at the clock, the proxy and the CA store of this machine"
             elif isinstance(error, TimeoutError):
-                code, text = "stalled", f"no byte from {where} for {self._connections.limits.read_seconds:g} s"
+                least, seconds = self._connections.limits.least_bytes, self._connections.limits.read_seconds
+                code, text = "stalled", f"{where} gave less than {least} bytes in {seconds:g} s"
             elif isinstance(error, socket.gaierror):
                 code, text = "name_unknown", f"cannot find the address of {self.origin[1]}"
             else:

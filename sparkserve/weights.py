@@ -1,22 +1,25 @@
-"""Weights on the head: what is there, what is missing, and the downloads that make it whole; proofs on both nodes."""
+"""Weights on both nodes: what is there, what is missing, what makes it whole, and proofs of it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from sparkserve.cluster import ROLES, Deployment, Node, Role
+from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role
 from sparkserve.download import download
 from sparkserve.errors import SparkserveError
-from sparkserve.hub_file import Hub, HubFile
+from sparkserve.hub_file import Hub
 from sparkserve.inventory import (
     PARTIALS,
     Facts,
     Item,
     bytes_missing,
+    find_command,
     find_need,
+    found_lines,
     gather,
     hash_files,
     list_items,
@@ -25,67 +28,83 @@ from sparkserve.inventory import (
     settle,
     tidy,
 )
-from sparkserve.manifest import ManifestFile, is_proved
+from sparkserve.manifest import ManifestFile
 from sparkserve.node_copy import Copy, copy
-from sparkserve.partial import JOURNAL_SUFFIX
-from sparkserve.plan import ApplyReport, Change, Plan, Work
+from sparkserve.plan import ApplyReport, Change, Plan, Work, key_of
 
 __all__ = ["Facts", "Finding", "Verification", "bytes_missing", "gather", "plan", "tidy", "verify"]
 
 
 def plan(deployment: Deployment, facts: Mapping[Role, Facts]) -> list[Change]:
-    """Plan what makes the head's files whole: from the worker where that one holds them proved, else from the hub."""
-    hub = Hub(deployment.settings)
-    changes = []
-    for item in list_items(deployment.lock):
-        need = find_need(item, facts["head"], deployment.cluster.head)
-        if need is None:
-            continue
-        hash_first = only_needs_proof(item, facts["head"])
-        from_worker = is_proved(item.file, facts["worker"].of(item))
-        job = _HeadFile(deployment, hub, item, hash_first, from_worker)
-        lane = "hash" if hash_first else "copy" if from_worker else "download"
-        after = f"{item.proof} (from the worker)" if lane == "copy" else item.proof
-        changes.append(
-            Change("head", "download", item.resource, need, after, job.make_right, lane=lane, size=item.file.size)
-        )
-    return changes
+    """Plan what makes the files of both nodes whole; each of the worker waits only for its own on the head.
+
+    The head takes from the worker what lies there in the right size, else from the hub; the worker from the head.
+    """
+    hub, found = Hub(deployment.settings), []
+    for node in deployment.cluster.nodes:
+        for item in list_items(deployment.lock):
+            need = find_need(item, facts[node.role], node)
+            from_peer = node.role == "worker" or only_needs_proof(item, facts["worker"])
+            job = _File(deployment.cluster, hub, node, item, only_needs_proof(item, facts[node.role]), from_peer)
+            found += [job.change(need)] if need else []
+    return found
 
 
 @dataclass(frozen=True)
-class _HeadFile:
-    """What makes one file of the head right."""
+class _File:
+    """What makes one file of a node right."""
 
-    deployment: Deployment
+    cluster: Cluster
     hub: Hub
+    node: Node
     item: Item
     hash_first: bool
-    from_worker: bool
+    from_peer: bool
+
+    def change(self, need: str) -> Change:
+        """Plan it."""
+        item, on_head = self.item, self.node.role == "head"
+        lane = "hash" if self.hash_first else "copy" if self.from_peer else "download"
+        return Change(
+            self.node.role,
+            "download" if on_head else "sync",
+            item.resource,
+            need,
+            f"{item.proof} (from the worker)" if on_head and lane == "copy" else item.proof,
+            self.make_right,
+            needs=() if on_head else (key_of("head", "download", item.resource),),
+            lane=lane,
+            size=item.file.size,
+        )
 
     def make_right(self, work: Work) -> str:
-        """Prove what is there; fetch it where that is not enough."""
-        head, item = self.deployment.cluster.head, self.item
+        """Prove what is there; bring it where that is not enough."""
         if self.hash_first:
-            if prove(head, item, work):
-                return f"{item.file.size} bytes, {item.proof}"
+            if prove(self.node, self.item, work):
+                return f"{self.item.file.size} bytes, {self.item.proof}"
             work.note("wrong content: fetching it")
-        origin = "the worker" if self.from_worker and self._copy_from_worker(work) else "the hub"
-        if origin == "the hub":
-            wanted = HubFile(item.manifest.repository, item.manifest.commit, item.file)
-            download(self.hub, wanted, Path(item.partial_path(head)), work)
-        proof = settle(head, item, work)
-        Path(item.partial_path(head) + JOURNAL_SUFFIX).unlink(missing_ok=True)
-        return f"{proof}, from {origin}"
+        origin = self._bring(work)
+        return f"{settle(self.node, self.item, work)}, from {origin}"
 
-    def _copy_from_worker(self, work: Work) -> bool:
-        cluster, item = self.deployment.cluster, self.item
-        path = cluster.worker.place(item.manifest, item.file)
-        try:
-            copy(Copy(cluster.worker, path, cluster.head, item.partial_path(cluster.head), item.file), work)
-        except SparkserveError as error:
-            work.note(f"not from the worker ({error.message}), so from the hub")
-            return False
-        return True
+    def _bring(self, work: Work) -> str:
+        """Fill the partial, and tell from where; only the head may ask the hub."""
+        head, worker = self.cluster.nodes
+        if head.session.ask("serves"):
+            os.nice(19)  # this thread, and all threads and processes that it starts from now on
+        item, partial_path = self.item, self.item.partial_path(self.node)
+        if self.from_peer:
+            source = worker if self.node is head else head
+            path = source.place(item.manifest, item.file)
+            try:
+                copy(Copy(source, path, self.node, partial_path, item.file), work)
+            except SparkserveError as error:
+                if self.node is worker:
+                    raise
+                work.note(f"not from the worker ({error.message}), so from the hub")
+            else:
+                return f"the {source.role}"
+        download(self.hub, item, Path(partial_path), work)
+        return "the hub"
 
 
 @dataclass(frozen=True)
@@ -149,13 +168,7 @@ def _plan_hashing(deployment: Deployment, facts: Mapping[Role, Facts], *, full: 
 
 
 def _hash(node: Node, files: Mapping[str, ManifestFile], work: Work) -> str:
-    total = sum(file.size for file in files.values())
-
-    def tell(done: int) -> None:
-        work.check()
-        work.progress(done, total)
-
-    hash_files(node, files, tell)
+    hash_files(node, files, work)
     return f"{len(files)} files read"
 
 
@@ -170,12 +183,9 @@ def _findings(node: Node, deployment: Deployment, facts: Facts) -> list[Finding]
 
 def _list_files(node: Node, deployment: Deployment) -> list[str]:
     """List what lies in the directories of the wanted commits, our own hidden partials apart."""
-    names: list[str] = []
-    directories = sorted({manifest.directory for manifest in deployment.lock.weights})
-    words = ["-name", PARTIALS, "-prune", "-o", "-not", "-type", "d", "-print0"]
-    commands = {directory: ["find", f"{node.models_dir}/{directory}", *words] for directory in directories}
+    words = ("-name", PARTIALS, "-prune", "-o", "-not", "-type", "d", "-print0")
+    places = sorted({f"{node.models_dir}/{manifest.directory}" for manifest in deployment.lock.weights})
+    commands = {place: find_command(place, *words) for place in places}
     answers = node.session.ask("facts", commands=commands)["commands"]
-    for directory in directories:
-        paths = (answers[directory] or {"out": ""})["out"].split("\0")
-        names += [path.removeprefix(f"{node.models_dir}/") for path in sorted(filter(None, paths))]
-    return names
+    paths = [path for place in places for path in found_lines(node, answers[place])]
+    return [path.removeprefix(f"{node.models_dir}/") for path in paths]

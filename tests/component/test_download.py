@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sparkserve.download import download
+from sparkserve.errors import SparkserveError
 from sparkserve.hub_file import Hub as HubClient
 from sparkserve.plan import Cancelled
 from tests.component.weights_stage import (
@@ -117,6 +118,23 @@ def test_a_stall_near_the_end_costs_one_segment_at_most(hub: Hub, repo: ModelRep
     assert body_bytes(hub) <= SIZE + 2 * SEGMENT
 
 
+def test_what_came_before_a_stall_is_not_fetched_again(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("stall", match={**CONTENT, "covers": SIZE - 1}, at_byte=SEGMENT // 2, times=1)
+    fetch(client(hub), repo, path)
+    assert body_bytes(hub) == SIZE
+
+
+def test_a_server_that_only_drips_is_given_up(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.control(connection_rate=5)  # a byte every 0.2 s, half of what a read waits for
+    work = Recorder()
+    patience = threading.Timer(15, work.cancelled.set)
+    patience.start()
+    with pytest.raises(SparkserveError, match=r"gave less than 1024 bytes in 0\.4 s") as caught:
+        download(client(hub), wanted(repo, FILE), path, work)
+    patience.cancel()
+    assert caught.value.code == "stalled"
+
+
 def test_a_stall_for_ever_is_an_error_and_keeps_what_came(hub: Hub, repo: ModelRepo, path: Path) -> None:
     hub.fault("stall", match={**CONTENT, "covers": SIZE - 1}, at_byte=0)
     error = refused(client(hub), repo, path)
@@ -169,6 +187,13 @@ def test_retry_after_beyond_reason_is_an_error(hub: Hub, repo: ModelRepo, path: 
 def test_a_server_that_is_down_for_a_while(hub: Hub, repo: ModelRepo, path: Path, host: str) -> None:
     hub.fault("status", match={"host": host}, status=503, times=8)
     fetch(client(hub), repo, path)
+
+
+def test_a_short_retry_after_does_not_shorten_our_own_patience(hub: Hub, repo: ModelRepo, path: Path) -> None:
+    hub.fault("status", match={"host": "hub"}, status=503, headers={"Retry-After": "1"})
+    threading.Timer(2.5, hub.control, kwargs={"clear_faults": True}).start()
+    patient = replace(QUICK, connections=1, tries=3, first_wait=2.0, longest_wait=2.0)
+    fetch(client(hub, patient), repo, path, "config.json")
 
 
 def test_a_server_that_stays_down_is_an_error(hub: Hub, repo: ModelRepo, path: Path) -> None:

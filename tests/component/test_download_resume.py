@@ -162,6 +162,22 @@ def test_a_full_disk_names_the_place_and_keeps_what_came(
     assert body_bytes(hub) - before < SIZE
 
 
+def test_a_disk_that_fails_behind_the_hash_is_told_at_once(
+    repo: ModelRepo, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fdatasync(_descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("sparkserve.partial._DROP_BYTES", SEGMENT)
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    content = memoryview(repo.source(FILE).read_bytes())
+    with Partial(path, wanted(repo, FILE).file, SEGMENT) as partial:
+        partial.write(0, content[:SEGMENT])
+        wait_until(lambda: not partial._follower.is_alive())
+        with pytest.raises(OSError, match="Input/output error"):
+            partial.write(SEGMENT, content[SEGMENT : 2 * SEGMENT])
+
+
 def test_the_hash_follows_out_of_order_segments(repo: ModelRepo, path: Path) -> None:
     content = repo.source(FILE).read_bytes()
     with Partial(path, wanted(repo, FILE).file, SEGMENT) as partial:

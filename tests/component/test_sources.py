@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -59,6 +61,11 @@ def recipe(repos: Path, registry: FakeRegistry, tmp_path: Path) -> Recipe:
     repository = str(repos / "_git/engine.git")
     write_lab_recipe(tmp_path / "lab", commits=commits, engine_repository=repository, base=registry.image())
     return load_recipe(str(tmp_path / "lab"))
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparkserve.hub._FIRST_PAUSE", 0.01)
 
 
 def settings_for(hub: Hub, **changes: Any) -> Settings:
@@ -306,6 +313,20 @@ def test_a_hub_without_short_commits_is_asked_for_its_history() -> None:
         assert (commit, list(files)) == (_OldHub.commit, ["config.json"])
         with pytest.raises(SparkserveError, match="no revision 00000000"):
             list_files(settings, "o/n", "00000000")
+
+
+@pytest.mark.parametrize(("status", "headers", "times"), [(429, {"Retry-After": "1"}, 1), (503, {}, 2), (502, {}, 3)])
+def test_a_listing_is_asked_for_three_times_while_the_hub_is_busy(
+    hub: Hub, status: int, headers: dict[str, str], times: int
+) -> None:
+    hub.fault("status", match={"path_regex": "/api/models"}, status=status, headers=headers, times=times)
+    begun = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        if times == 3:
+            stack.enter_context(pytest.raises(SparkserveError, match=str(status)))
+        list_files(settings_for(hub), MODEL_NAME, "main")
+    assert time.monotonic() - begun >= sum(map(float, headers.values()))
+    assert sum(entry["status"] == status for entry in hub.log()) == times
 
 
 # -- git and images ---------------------------------------------------------------------------------------------------

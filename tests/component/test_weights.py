@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from sparkserve.cluster import ROLES, Node, Role
 from sparkserve.errors import SparkserveError
 from sparkserve.hosts import LocalHost
 from sparkserve.inventory import PARTIALS, list_items
+from sparkserve.partial import Partial
 from sparkserve.plan import ApplyReport
 from tests.component.weights_stage import KIB, Pair, Recorder
 from tests.lab.hub import Hub
@@ -73,6 +75,19 @@ def test_download_and_sync_end_proved_on_both_nodes(stage: Pair) -> None:
         assert not stage.path(role, PARTIALS).exists()
 
 
+def test_a_journal_that_a_kill_left_goes_and_one_with_its_partial_stays(stage: Pair) -> None:
+    succeed(stage)
+    place = stage.path("head", PARTIALS)
+    place.mkdir(exist_ok=True)
+    for name in ("left.journal", "begun", "begun.journal", "left.journal.new"):
+        (place / name).touch()
+    weights.tidy(stage.node("head"), stage.deployment.lock)
+    assert sorted(path.name for path in place.iterdir()) == ["begun", "begun.journal"]
+    (place / "begun").unlink()
+    weights.tidy(stage.node("head"), stage.deployment.lock)
+    assert not place.exists()
+
+
 def test_a_file_goes_to_the_worker_while_others_still_come(stage: Pair, hub: Hub) -> None:
     hub.control(rate=4_000_000)
     report = succeed(stage)
@@ -96,12 +111,32 @@ def test_right_files_of_unknown_hash_are_proved_in_place(stage: Pair, hub: Hub) 
     assert hub.log() == []
 
 
-def test_the_head_fetches_from_the_worker_what_that_one_holds_proved(stage: Pair, hub: Hub) -> None:
+@pytest.mark.parametrize("proved", [True, False])
+def test_the_head_fetches_from_the_worker_what_lies_there(stage: Pair, hub: Hub, proved: bool) -> None:
     stage.fill("worker")
-    stage.verify()
-    assert {change.lane for change in stage.changes()} == {"copy"}
+    if proved:
+        stage.verify()
+    lanes = {("head", "copy")} if proved else {("head", "copy"), ("worker", "hash")}
+    assert {(change.node, change.lane) for change in stage.changes()} == lanes
     succeed(stage)
     assert hub.log() == []
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_download_stands_back_beside_a_serving_pair(
+    stage: Pair, monkeypatch: pytest.MonkeyPatch, serves: bool
+) -> None:
+    session, write = stage.node("head").session, Partial.write
+    ask, seen = session.ask, set()
+
+    def watched(partial: Partial, position: int, data: memoryview) -> None:
+        seen.add(os.getpriority(os.PRIO_PROCESS, 0))  # of this thread
+        write(partial, position, data)
+
+    monkeypatch.setattr(Partial, "write", watched)
+    monkeypatch.setattr(session, "ask", lambda do, **fields: serves if do == "serves" else ask(do, **fields))
+    succeed(stage)
+    assert seen == {19 if serves else os.getpriority(os.PRIO_PROCESS, 0)}
 
 
 def test_a_file_of_the_worker_that_rots_meanwhile_comes_from_the_hub(stage: Pair, hub: Hub) -> None:
@@ -179,6 +214,24 @@ def test_extra_files_are_told_and_left_alone(stage: Pair) -> None:
     assert [(row.node, row.problem) for row in found.findings] == [("worker", "extra")]
     assert found.holds
     assert extra.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("answer", [None, {"code": 1, "out": "", "err": "find: …: Permission denied"}])
+def test_extra_files_that_cannot_be_listed_are_not_none(
+    stage: Pair, monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any] | None
+) -> None:
+    succeed(stage)
+    session = stage.node("worker").session
+    ask = session.ask
+
+    def blind(do: str, **fields: Any) -> Any:
+        found = ask(do, **fields)
+        return {**found, "commands": dict.fromkeys(fields["commands"], answer)} if "commands" in fields else found
+
+    monkeypatch.setattr(session, "ask", blind)
+    with pytest.raises(SparkserveError, match="our directories") as caught:
+        stage.verify()
+    assert (caught.value.code, caught.value.exit_code) == ("disk_look", 6)
 
 
 def test_a_wrong_file_of_the_hub_stops_what_needs_it_only(stage: Pair, hub: Hub) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from sparkserve import sync, weights
+from sparkserve import weights
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role
 from sparkserve.download import download
 from sparkserve.errors import SparkserveError
 from sparkserve.hosts import LocalHost
 from sparkserve.hub_file import Hub as HubClient
-from sparkserve.hub_file import HubFile
+from sparkserve.inventory import Item
 from sparkserve.lock import Lock, LockedImage
 from sparkserve.manifest import Manifest, ManifestFile
 from sparkserve.plan import Applied, ApplyReport, Cancelled, Change, Plan, apply
@@ -33,8 +33,8 @@ SEGMENT = 64 * KIB
 FILE = "file-00001.bin"
 # Small pieces and little patience: every fault plays within a second.
 QUICK = Limits(
-    segment_bytes=SEGMENT, span_segments=2, read_seconds=0.4, tries=4, first_wait=0.02, longest_wait=0.1,
-    longest_retry_after=2.0,
+    segment_bytes=SEGMENT, span_segments=2, read_seconds=0.4, least_bytes=KIB, tries=4, first_wait=0.02,
+    longest_wait=0.1, longest_retry_after=2.0,
 )  # fmt: skip
 
 
@@ -94,10 +94,11 @@ def manifest_of(repo: ModelRepo, name: str = "model") -> Manifest:
     return Manifest(name=name, repository=repo.name, commit=repo.head, files=files)
 
 
-def wanted(repo: ModelRepo, path: str) -> HubFile:
+def wanted(repo: ModelRepo, path: str) -> Item:
     """Give one file of a repository as a download wants it."""
-    (file,) = [file for file in manifest_of(repo).files if file.path == path]
-    return HubFile(repo.name, repo.head, file)
+    manifest = manifest_of(repo)
+    (file,) = [file for file in manifest.files if file.path == path]
+    return Item(manifest, file)
 
 
 RECIPE = Recipe.model_validate(
@@ -139,8 +140,7 @@ class Pair:
 
     def changes(self) -> list[Change]:
         """Plan both weights steps from fresh facts."""
-        facts = self.facts()
-        return [*weights.plan(self.deployment, facts), *sync.plan(self.deployment, facts)]
+        return weights.plan(self.deployment, self.facts())
 
     def apply(self) -> ApplyReport:
         """Plan and carry out."""
