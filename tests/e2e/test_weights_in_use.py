@@ -93,9 +93,20 @@ def test_files_of_root_on_a_read_only_disk_are_used_and_missed_when_they_vanish(
     assert served(whole) == []
     succeed(whole, "stop")
 
+    path = f"{folder_of(whole).replace(MODELS, THEIRS)}/{SHARD}"
+    change = f"printf x | dd of={path} bs=1 seek=5000 conv=notrunc"
+    whole.worker.run(
+        ["sh", "-ec", f"mount -o remount,rw {THEIRS}; {change}; mount -o remount,ro {THEIRS}"], user="root"
+    )
+    changed = (whole.worker.root / path[1:]).read_bytes()
+    assert findings(whole) == (1, {("worker", SHARD, "wrong content")})
+    succeed(whole, "download")
+    assert findings(whole) == (0, set())
+    assert (whole.worker.root / path[1:]).read_bytes() == changed
+
     whole.worker.run(["umount", THEIRS], user="root")
     code, rows = findings(whole)
-    assert (code, {(node, problem) for node, _, problem in rows}, len(rows)) == (1, {("worker", "missing")}, FILES)
+    assert (code, {(node, problem) for node, _, problem in rows}, len(rows)) == (1, {("worker", "missing")}, FILES - 1)
     assert whole.ask("start")["errors"][0]["code"] == "not_prepared"
     succeed(whole, "download")
     assert served(whole) == []  # the head has them: they came over the link
@@ -140,7 +151,7 @@ def test_verify_names_what_is_wrong_and_repairs_from_the_other_node(whole: Pair)
     whole.head.run(["rm", f"{folder_of(whole)}/notes.txt"])
 
 
-def test_a_serving_pair_is_read_gently(whole: Pair) -> None:
+def test_a_pair_serves_on_while_its_weights_are_read(whole: Pair) -> None:
     succeed(whole, "start")
     answer = succeed(whole, "weights", "verify", "--full")
     assert answer["hashed"] > 2 * 50_000_000
@@ -223,6 +234,28 @@ def test_a_worker_that_is_silent_for_ten_seconds(whole: Pair) -> None:
         answer = json.loads(run.communicate(timeout=90)[0])
     assert answer["exit_code"] == 0, answer["errors"]
     assert findings(whole) == (0, set())
+
+
+def test_a_cable_that_is_dead_for_a_while(whole: Pair) -> None:
+    interface = whole.worker.link_interface
+    total = sum(file["size"] for manifest in lock_of(whole)["weights"] for file in manifest["files"])
+
+    def iptables(action: str) -> None:
+        whole.worker.run(["iptables", action, "INPUT", "-i", interface, "-j", "DROP"], user="root")
+
+    def received() -> int:
+        return int(whole.worker.run(["cat", f"/sys/class/net/{interface}/statistics/rx_bytes"]).stdout)
+
+    before = received()
+    with slow_download(whole) as run:
+        iptables("-A")
+        repair = threading.Timer(45, iptables, ["-D"])
+        repair.start()
+        answer = json.loads(run.communicate(timeout=180)[0])
+        repair.join()
+    assert answer["exit_code"] == 0, answer["errors"]
+    assert received() - before < 1.25 * total  # what had arrived was not sent again
+    assert findings(whole, "--full") == (0, set())
 
 
 def test_a_worker_that_stays_away(whole: Pair) -> None:
