@@ -25,7 +25,8 @@ def main() -> None:
     head = Node("head", LocalHost("head"), settings)
     deployment = Deployment(settings, load_recipe(settings.recipe), lock, Cluster(head, head))
     facts = weights.gather(head, lock)
-    plan = Plan(tuple(weights.plan(deployment, {"head": facts, "worker": weights.Facts({}, {})})))
+    changes = weights.plan(deployment, {"head": facts, "worker": weights.Facts({}, {})})
+    plan = Plan(tuple({change.key: change for change in changes}.values()))  # both nodes are the head
     apply(plan, GroupReporter(plan)).raise_failures()
     head.close()
 

@@ -137,15 +137,18 @@ class Bench:
         """Read files once, so that nobody waits for the disk, and let the disk come to rest."""
         node.run(["sh", "-c", f"sync; cat {directory}/*.bin > /dev/null"], timeout=300)
 
-    def sparkserve(self, files: FileSet, *words: str) -> dict[str, Any]:
-        """Run a command that must succeed in the directory of a set; give its JSON object."""
-        argv = ["python3", "-c", MEASURED, str(BIN / "sparkserve"), *words, "--json"]
-        done = self.lab.head.run(
-            ["sh", "-c", f'cd {files.directory} && exec "$@"', "sh", *argv], timeout=600, check=False
-        )
-        if done.returncode != 0:
-            raise RuntimeError(f"sparkserve {' '.join(words)}: {done.stdout.decode()} {done.stderr.decode()}")
+    def measured(self, *argv: str) -> subprocess.CompletedProcess[bytes]:
+        """Run a command of ours on the head, and note the memory that it took."""
+        done = self.lab.head.run(["python3", "-c", MEASURED, *argv], timeout=600, check=False)
         self.peak_kib.append(int(done.stderr.splitlines()[-1]))
+        return done
+
+    def sparkserve(self, files: FileSet, *words: str, code: int = 0) -> dict[str, Any]:
+        """Run a command in the directory of a set, which must end with that code; give its JSON object."""
+        program = str(BIN / "sparkserve")
+        done = self.measured("sh", "-c", f'cd {files.directory} && exec "$@"', "sh", program, *words, "--json")
+        if done.returncode != code:
+            raise RuntimeError(f"sparkserve {' '.join(words)}: {done.stdout.decode()} {done.stderr.decode()}")
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer
 
