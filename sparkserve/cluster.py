@@ -51,10 +51,10 @@ _PARTS = (docker_program.__file__, search_program.__file__, node_program.__file_
 
 
 class NodeSession:
-    """The node program, or another that is asked as it is, running on a node; many threads may ask at once."""
+    """The node program, or another on top of it, running on a node; many threads may ask at once."""
 
-    def __init__(self, host: Host, *sources: str) -> None:
-        *modules, program = [(Path(source).stem, Path(source).read_bytes()) for source in sources or _PARTS]
+    def __init__(self, host: Host, *more: str) -> None:
+        *modules, program = [(Path(source).stem, Path(source).read_bytes()) for source in (*_PARTS, *more)]
         named = [("sparkserve", b""), *((f"sparkserve.{name}", text) for name, text in modules)]
         parts = [*named, ("__main__", program[1])]
         sizes = [(name, len(text)) for name, text in parts]

@@ -1,24 +1,23 @@
 """One end of the link proof: it listens on the cable, dials the other end, and counts what arrives.
 
-Standard library only, Python 3.9 or newer: it is sent to a node and asked as the node program is. It ends with its
-standard input, or after a minute, and nothing that it opened or started outlives it. What it sends is a buffer of its
-own memory, and what arrives is thrown away unread: no disk and no page cache takes part.
+Standard library only, Python 3.9 or newer: it is sent to a node with the node program, and asked as that is. It ends
+with its standard input, or after a minute, and nothing that it opened or started outlives it. What it sends is a buffer
+of its own memory, and what arrives is thrown away unread: no disk and no page cache takes part.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
+
+from sparkserve.node_program import ACTIONS, children, main, run
 
 Request = dict[str, Any]
 LIFETIME = 60
@@ -51,7 +50,6 @@ class Arrivals:
 
 
 arrived = Arrivals()
-children: list[subprocess.Popen[str]] = []
 
 
 def listen(request: Request) -> dict[str, Any]:
@@ -187,63 +185,20 @@ def received(_request: Request) -> dict[str, Any]:
     return answer
 
 
-def run(request: Request) -> dict[str, Any] | None:
-    """Run a tool for so many seconds at most; None where it is not there or gave no end."""
-    try:
-        child = subprocess.Popen(
-            request["argv"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-    except OSError:
-        return None
-    children.append(child)
-    try:
-        out, err = child.communicate(timeout=request["seconds"])
-    except subprocess.TimeoutExpired:
-        child.kill()
-        return None
-    return {"code": child.returncode, "out": out, "err": err}
-
-
-ACTIONS = {
-    "listen": listen,
-    "send_datagrams": send_datagrams,
-    "datagrams": datagrams,
-    "connect": connect,
-    "send": send,
-    "received": received,
-    "run": run,
-}
-
-
-def answer(request: Request) -> None:
-    """Carry out one request and send its end."""
-    message: dict[str, Any] = {"id": request["id"]}
-    try:
-        message["result"] = ACTIONS[request["do"]](request)
-    except OSError as error:
-        text = f"{request['do']}: {error.strerror or error}"
-        message["error"] = {"kind": type(error).__name__, "errno": error.errno, "text": text}
-    sys.stdout.write(json.dumps(message, separators=(",", ":")) + "\n")
-    sys.stdout.flush()
-
-
 def end(*_: object) -> None:
     """End at once, with all that we started."""
-    for child in children:
+    for child in list(children):
         with contextlib.suppress(OSError):
             child.kill()
     os._exit(0)
 
 
-def main() -> None:
-    """Answer requests, side by side, until standard input ends or our time is over."""
+if __name__ == "__main__":
     for number in (signal.SIGALRM, signal.SIGTERM):
         signal.signal(number, end)
     signal.alarm(LIFETIME)
-    for line in sys.stdin.buffer:
-        threading.Thread(target=answer, args=(json.loads(line),), daemon=True).start()
-    end()
-
-
-if __name__ == "__main__":
+    own = (listen, send_datagrams, datagrams, connect, send, received)
+    ACTIONS.update({action.__name__: action for action in own})
+    ACTIONS["run"] = lambda request: run(request["argv"], request["seconds"])
     main()
+    end()

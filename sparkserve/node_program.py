@@ -36,6 +36,7 @@ CHUNK = 8 * 1024 * 1024
 _output = threading.Lock()
 # Beside a serving engine one file of all requests is read at a time.
 _gently = threading.Lock()
+children: set[subprocess.Popen[str]] = set()
 
 
 def send(message: dict[str, Any]) -> None:
@@ -72,14 +73,22 @@ def read_text(path: str) -> str | None:
 
 def run(argv: list[str], timeout: float = 10) -> dict[str, Any] | None:
     """Run a tool and give its exit code and output; None where the tool is missing or gives no end."""
+    pipe = subprocess.PIPE
     try:
         # Our own standard input carries the requests: a tool that reads it would take them away.
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, errors="replace", timeout=timeout, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, errors="replace")
+    except OSError:
         return None
-    return {"code": done.returncode, "out": done.stdout, "err": done.stderr}
+    with child:
+        children.add(child)
+        try:
+            out, err = child.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            return None
+        finally:
+            children.discard(child)
+    return {"code": child.returncode, "out": out, "err": err}
 
 
 def facts(request: Request) -> dict[str, Any]:
@@ -359,8 +368,8 @@ def main() -> None:
     """Answer requests until standard input ends."""
     for line in sys.stdin.buffer:
         threading.Thread(target=answer, args=(json.loads(line),), daemon=True).start()
-    os._exit(0)
 
 
 if __name__ == "__main__":
     main()
+    os._exit(0)

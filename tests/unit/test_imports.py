@@ -79,7 +79,7 @@ ROOMS = {
 # What joins rooms: the stories themselves, and what can be said before any node is there.
 STORIES = {"lifecycle", *TOLD, "attempt", "planning", "preflight", "blueprint", "recipe_check"}
 # Rules read the facts of two rooms; tables show sizes as the rules do.
-RULES = ("checks", "host_checks", "need_checks", "pair_checks")
+RULES = ("checks", "host_checks", "link_checks", "need_checks", "pair_checks")
 ROOM_EXCEPTIONS = {
     *((rules, facts) for rules in RULES for facts in ("checks", "system", "link")),
     ("doctor_tables", "checks"),
@@ -90,6 +90,7 @@ ROOM_EXCEPTIONS = {
     ("setup_tables", "checks"),
     ("command_line", "checks"),
     ("link_proof", "checks"),
+    ("link_proof", "system"),
 }
 SLOW = {"docker", "paramiko", "httpx", "huggingface_hub", "jinja2"}
 FACES = {"typer", "rich"}
@@ -201,7 +202,8 @@ def test_only_programs_that_are_sent_write_to_standard_output(path: Path) -> Non
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 def test_a_program_that_is_sent_needs_the_standard_library_only(path: Path) -> None:
-    sent_with_it = {"docker_program", "search_program"} if path.stem == "node_program" else set()
+    carried = {"node_program": {"docker_program", "search_program"}, "link_program": {"node_program"}}
+    sent_with_it = carried.get(path.stem, set())
     found = {item.split(".")[0] for item in IMPORTS[path.stem].at_load | IMPORTS[path.stem].later}
     assert found - {"sparkserve"} <= sys.stdlib_module_names
     assert IMPORTS[path.stem].own == sent_with_it
