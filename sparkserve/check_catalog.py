@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sparkserve.errors import usage_error
@@ -77,7 +76,8 @@ CATALOG: dict[str, Entry] = {
         "sudo usermod -aG docker $USER, then log in again",
     ),
     "docker_runtime": Entry(
-        "Docker gives a container the GPU through NVIDIA's container toolkit; without it the start fails.",
+        "Docker gives a container the GPU through NVIDIA's container toolkit, or by a description of it (CDI); without"
+        " either the start fails.",
         "sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker",
     ),
     "docker_match": Entry(
@@ -96,6 +96,11 @@ CATALOG: dict[str, Entry] = {
     "swap": Entry(
         "Pages of the model in swap stall every token; without any swap the peak while it loads ends the rank.",
         "sudo swapoff -a && sudo swapon -a brings back what was swapped out",
+    ),
+    "oom_daemons": Entry(
+        "Two daemons that end processes for want of memory act on different signs: one may kill the rank, or a"
+        " bystander, where the other would have waited.",
+        "sudo systemctl disable --now systemd-oomd, or the same with earlyoom",
     ),
     "page_cache": Entry(
         "The driver takes free memory only, and lets the kernel keep what it caches of files: loads were seen to fail"
@@ -141,8 +146,26 @@ CATALOG: dict[str, Entry] = {
         "Without an active RDMA device the ranks talk over TCP, or die a minute after the start.",
         "is the cable in? `ibdev2netdev` shows which ports are up",
     ),
+    "link_network": Entry(
+        "An address in another network is sent to the default route: nothing goes over the cable.",
+        "give both ends an address in one network, of its own and not of a single address (/32), in netplan",
+    ),
+    "link_kind": Entry(
+        "Over Wi-Fi two ranks hang, or are many times slower.",
+        "set SPARKSERVE_HEAD_LINK and SPARKSERVE_WORKER_LINK to the cable's addresses: `sparkserve link`",
+    ),
+    "link_halves": Entry(
+        "One port is two interfaces with half of its rate each; NCCL uses both where both have an address.",
+        "give the other half an address in a network of its own, on both nodes: docs/network.md",
+    ),
+    "link_route": Entry(
+        "The cable must carry the ranks and nothing else: a default route over it leads nowhere, a link-local address"
+        " may be another one after a reboot, and of two interfaces in one network the kernel may send from either.",
+        "give the cable fixed addresses in networks of their own, without a gateway: docs/network.md",
+    ),
     "link_mtu": Entry(
-        "Different MTUs lose large packets only: the start hangs without an error.", "set both in netplan"
+        "Different MTUs lose large packets only: the start hangs without an error. 9000 moves more than 1500.",
+        "set MTU 9000 on both in netplan: docs/network.md",
     ),
     "link_mtu_path": Entry(
         "A frame that is too long for something on its way is thrown away without a word, and a transfer hangs.",
@@ -170,11 +193,6 @@ CATALOG: dict[str, Entry] = {
         safe=True,
     ),
 }
-
-
-def known_ids(names: Iterable[str]) -> tuple[str, ...]:
-    """Take names of checks, and refuse those that there are none of."""
-    return tuple(name for name in names if find_entry(name))
 
 
 def find_entry(name: str) -> Entry:

@@ -32,7 +32,7 @@ class Check:
     @property
     def advice(self) -> str:
         """What to type next: for this node, else for any that has this trouble."""
-        known = CATALOG[self.id].fix if self.id in CATALOG and self.verdict in ("warn", "fail") else ""
+        known = CATALOG[self.id].fix if self.id in CATALOG and self.verdict != "ok" else ""
         return self.hint or known
 
 
@@ -51,7 +51,7 @@ class Subject:
     """All that the checks judge: what is wanted, and what was seen of the nodes that could be looked at.
 
     `rooted` are the nodes that need root for what is planned, and whether their sudo password is known; None where
-    nothing is planned. `unread_key` says why the API's key cannot be read.
+    nothing is planned. `unread` says by check and node why a file or an answer could not be read.
     """
 
     settings: Settings
@@ -60,7 +60,7 @@ class Subject:
     links: Mapping[Role, LinkFacts] = field(default_factory=dict)
     needs: tuple[DiskNeed, ...] = ()
     rooted: Mapping[Role, bool] | None = None
-    unread_key: SparkserveError | None = None
+    unread: Mapping[tuple[str, str], SparkserveError] = field(default_factory=dict)
 
     @property
     def uses_rdma(self) -> bool:
@@ -71,6 +71,11 @@ class Subject:
 def verdict(*, good: bool | None, bad: Verdict = "fail") -> Verdict:
     """Give the verdict of what was seen; None is what could not be."""
     return "unseen" if good is None else "ok" if good else bad
+
+
+def could_not_look(name: str, node: str, command: str, needed: str) -> Check:
+    """Say that nothing could be seen, and what shows on that node why."""
+    return Check(name, node, "unseen", f"`{command}` does not tell", needed, f"type `{command}` on that node")
 
 
 def raise_failures(checks: Iterable[Check]) -> None:

@@ -11,7 +11,7 @@ from typer.exceptions import TyperException
 
 from sparkserve import __version__, cli_doctor, cli_link, cli_operate, cli_recipes, cli_setup, signals
 from sparkserve.command_line import Check, Common, DryRun, Recipe, SkipCheck, app, command, interrupted, session
-from sparkserve.errors import EXIT_CHANGES, EXIT_FAILED, EXIT_USAGE, SparkserveError
+from sparkserve.errors import EXIT_CHANGES, EXIT_FAILED, EXIT_USAGE, SparkserveError, exit_code_of
 from sparkserve.output import Mode, Output, end_streams, open_streams
 
 __all__ = ["app", "cli_doctor", "cli_link", "main"]
@@ -215,7 +215,7 @@ def up(  # noqa: PLR0913 - one for each option
     run = session(common, "up", output, recipe=recipe, skip_check=skip_check)
     preview = _preview(dry_run=dry_run, check=check)
     outcome, proofs = lifecycle.up(run, skip=tuple(skip or ()), dry_run=bool(preview))
-    code = EXIT_CHANGES if preview == "check" and not outcome.plan.is_empty else tables.proofs_exit_code(proofs)
+    code = EXIT_CHANGES if preview == "check" and not outcome.plan.is_empty else exit_code_of(proofs)
     data = {**tables.outcome_data(outcome), "proofs": proofs}
     views = [tables.outcome_view(outcome, preview=bool(preview)), *([tables.proofs_table(proofs)] if proofs else [])]
     output.result("up", data, *views, exit_code=code)
@@ -229,7 +229,7 @@ def verify(common: Common, *, recipe: Recipe = None) -> int:
 
     output = common.output
     proofs = lifecycle.verify_endpoint(session(common, "verify", output, recipe=recipe))
-    code = tables.proofs_exit_code(proofs)
+    code = exit_code_of(proofs)
     return output.result("verify", {"proofs": proofs}, tables.proofs_table(proofs), exit_code=code)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -42,8 +43,10 @@ def doctor(  # noqa: PLR0913 - one for each option
         return output.result("doctor", {"id": explain, **vars(entry)}, entry.why, f"\n    {entry.fix}\n", safe)
     run = session(common, "doctor", output, worker=worker, recipe=recipe)
     with connect(run.settings, lenient=True) as cluster:
-        found = story.examine(run, cluster, proves_link=link, record=record)
+        examine = partial(story.examine, run, proves_link=link, record=record)
         if fix:
-            found = repair(run, found, lambda question: yes or output.ask(question), output.ask, cluster)
+            found = repair(run, examine, lambda question: yes or output.ask(question), output.ask, cluster)
+        else:
+            found = examine(cluster)
     view = doctor_tables.report_view(found, shows_all=everything)
     return output.result("doctor", doctor_tables.report_data(found), *view, exit_code=found.exit_code)

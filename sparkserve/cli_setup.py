@@ -77,7 +77,7 @@ def _conclude(
         views = [setup_tables.setup_view(found), *takeover_tables.taken_view(taken)]
         return {"taken_over": taken}, views, "plan --against-running"
     report = doctor.examine(session(common, "init", common.output), found.cluster)
-    views = [setup_tables.setup_view(found), *doctor_tables.short_view(report)]
+    views = [setup_tables.setup_view(found), "", *doctor_tables.report_view(report)]
     return {"doctor": doctor_tables.report_data(report)}, views, "doctor" if report.exit_code else "up --dry-run"
 
 

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
-from sparkserve import blueprint, image, image_facts, link, lock, preflight, system, weights
+from sparkserve import blueprint, image, image_facts, link, lock, preflight, system, takeover_facts, weights
 from sparkserve.checks import Check, DiskNeed, Subject
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role, connect
 from sparkserve.doctor_record import Recorder, write_record
-from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_FAILED, SparkserveError
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError, exit_code_of
 from sparkserve.lifecycle import Session
 from sparkserve.link_proof import FLOOR_GBPS
 from sparkserve.operations import prove_cable
 from sparkserve.pair_checks import Difference, compare
 from sparkserve.parameters import decide_ports, read_api_key
-from sparkserve.settings import Settings
+from sparkserve.plan import Change
+from sparkserve.settings import Settings, read_secret
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -36,20 +41,18 @@ class Report:
     @property
     def exit_code(self) -> int:
         """1 where a check fails, 6 where something could not be looked at; a node that could not outranks the rest."""
-        verdicts = {check.verdict for check in self.checks}
-        if self.unseen or ("unseen" in verdicts and "fail" not in verdicts):
-            return EXIT_COULD_NOT_LOOK
-        return EXIT_FAILED if "fail" in verdicts else 0
+        return EXIT_COULD_NOT_LOOK if self.unseen else exit_code_of(self.checks)
 
 
 @dataclass(frozen=True)
 class _Look:
-    """One node: facts, its end of the cable, what is still to be written there, the engine image by its layers."""
+    """One node: facts, its end of the cable, what runs, the engine image; and by check what could not be read."""
 
     system: system.SystemFacts
     link: link.LinkFacts
-    needs: tuple[DiskNeed, ...]
+    running: takeover_facts.Facts
     image: str
+    unread: Mapping[str, SparkserveError]
 
 
 def examine(
@@ -64,10 +67,13 @@ def examine(
         known = _read_lock(session)
         deployment = Deployment(session.settings, session.recipe, known or lock.open_lock(session.recipe), cluster)
         looks, unseen = cluster.try_both(lambda node: _look(node, deployment, recorders))
-        subject = _find_cable(session, cluster, looks)
-        checks = [*_reached(session, unseen), *preflight.judge(subject)]
-        can_prove = not unseen and not subject.unread_key and all(end.interface for end in subject.links.values())
-        if proves_link and can_prove:
+        answering = [role for role, look in looks.items() if not look.system.docker.error]
+        needs = _find_needs(deployment, looks.keys(), plans=len(answering) == len(ROLES))
+        subject = replace(_find_cable(session, cluster, looks), needs=tuple(needs))
+        running = {role: look.running for role, look in looks.items()}
+        checks = [*_reached(session, unseen), *preflight.judge(subject), *preflight.check_foreign_pair(running)]
+        can_prove = ("api_key", "head") not in subject.unread and all(end.interface for end in subject.links.values())
+        if proves_link and can_prove and len(subject.links) == len(ROLES):
             checks += prove_cable(session, cluster, dict(subject.links), FLOOR_GBPS)
         differences = compare(subject)
         if differences:
@@ -95,24 +101,61 @@ def _look(node: Node, deployment: Deployment, recorders: dict[Role, Recorder] | 
         recorders[node.role] = Recorder(node)
     ports = decide_ports(deployment.settings, deployment.recipe)
     facts = system.gather(node, (ports.api, ports.master))
-    recipe, known = deployment.recipe, not isinstance(deployment.lock, lock.OpenLock)
-    missing = sum(one.expected_bytes for one in recipe.weights)
-    layers = None
-    if known:
-        missing = weights.bytes_missing(deployment.lock, weights.gather(node, deployment.lock))
-        found = None if facts.docker.error else image_facts.look(node, image.tag_of(recipe, deployment.lock))
-        layers = found and hashlib.sha256("".join(found.layers).encode()).hexdigest()[:12]
-    # While an image is loaded, Docker holds the stream and the unpacked layers.
-    unpacked = 0 if layers else recipe.image.expected_bytes * (1 + node.rank)
-    needs = [DiskNeed(node.role, "models", missing, "weights"), DiskNeed(node.role, "docker", unpacked, "engine image")]
-    needs += preflight.first_start_needs(deployment, node)
-    return _Look(facts, link.gather(node), tuple(needs), layers or "absent")
+    unread: dict[str, SparkserveError] = {}
+
+    def attempt(check: str, look: Callable[[], Found], otherwise: Found) -> Found:
+        """Look; a tool or an engine that gives no answer must not take the rest of its node away."""
+        try:
+            return look()
+        except SparkserveError as error:
+            if error.code not in ("link_unseen", "docker_unreachable", "node_silent"):
+                raise
+            unread[check] = error
+            return otherwise
+
+    end = attempt("link_address", lambda: link.gather(node), link.UNSEEN)
+    running, layers = takeover_facts.Facts((), 0, 0), "could not look"
+    if not facts.docker.error:  # a silent engine would be waited for again
+        running = attempt("containers", lambda: takeover_facts.gather(node), running)
+        layers = attempt("image", lambda: _name_image(node, deployment), layers)
+    return _Look(facts, end, running, layers, unread)
+
+
+def _name_image(node: Node, deployment: Deployment) -> str:
+    """Name the engine image by its layers, which are the same on both nodes."""
+    if isinstance(deployment.lock, lock.OpenLock):
+        return "not known before `sparkserve lock`"
+    found = image_facts.look(node, image.tag_of(deployment.recipe, deployment.lock))
+    return hashlib.sha256("".join(found.layers).encode()).hexdigest()[:12] if found else "absent"
+
+
+def _find_needs(deployment: Deployment, roles: Collection[Role], *, plans: bool) -> list[DiskNeed]:
+    """Add up what `up` would write; where that cannot be planned yet, what is known of it, or the recipe's guess."""
+    recipe, nodes = deployment.recipe, [deployment.cluster.node(role) for role in roles]
+    is_locked = not isinstance(deployment.lock, lock.OpenLock)
+    if is_locked and plans:
+        begin = zip(ROLES, ("download", "sync"), strict=True)
+        changes = [Change(role, step, "weights", "not looked at", "there", lambda _work: "") for role, step in begin]
+        with contextlib.suppress(SparkserveError):  # of Docker, whose own check tells
+            return preflight.disk_needs(deployment, changes)
+    needs = []
+    for node in nodes:
+        missing = sum(one.expected_bytes for one in recipe.weights)
+        if is_locked:
+            missing = weights.bytes_missing(deployment.lock, weights.gather(node, deployment.lock))
+        image_bytes = 0 if is_locked else 2 * recipe.image.expected_bytes
+        needs += [DiskNeed(node.role, "models", missing, "weights")]
+        needs += [DiskNeed(node.role, "docker", image_bytes, "engine image")]
+        needs += preflight.first_start_needs(deployment, node)
+    return needs
 
 
 def _find_cable(session: Session, cluster: Cluster, looks: Mapping[Role, _Look]) -> Subject:
     """Put together what is judged; a worker without any settings is looked at over the likeliest cable."""
     settings, loaded = session.settings, session.loaded
-    links = {role: look.link for role, look in looks.items()}
+    unread = _try_secrets(settings)
+    unread |= {(name, role): error for role, look in looks.items() for name, error in look.unread.items()}
+    links = {role: look.link for role, look in looks.items() if ("link_address", role) not in unread}
     is_named = loaded.sources["worker"] != "flag" or loaded.env_file.exists() or settings.head_link
     if not is_named and len(links) < len(ROLES):
         links = {}  # which interface it is, both nodes have to say
@@ -123,45 +166,40 @@ def _find_cable(session: Session, cluster: Cluster, looks: Mapping[Role, _Look])
         settings = settings.model_copy(update=update)
         for node in cluster.nodes:
             node.settings = settings
-        links = cluster.on_both(link.gather)
+        links = {node.role: link.locate(links[node.role], node.link_address) for node in cluster.nodes}
     facts = {role: look.system for role, look in looks.items()}
-    needs = tuple(need for look in looks.values() for need in look.needs)
-    return Subject(settings, session.recipe, facts, links, needs, unread_key=_try_key(settings))
+    return Subject(settings, session.recipe, facts, links, unread=unread)
 
 
-def _try_key(settings: Settings) -> SparkserveError | None:
-    try:
-        read_api_key(settings)
-    except SparkserveError as error:
-        return error
-    return None
+def _try_secrets(settings: Settings) -> dict[tuple[str, str], SparkserveError]:
+    """Read the files that a start would read, to tell of those that cannot be."""
+    found: dict[tuple[str, str], SparkserveError] = {}
+    for name in ("api_key", "sudo"):
+        try:
+            if name == "api_key":
+                read_api_key(settings)
+            elif settings.sudo_password_file is not None:
+                read_secret(settings.sudo_password_file, "the sudo password")
+        except SparkserveError as error:
+            found[name, "head"] = error
+    return found
 
 
 def _reached(session: Session, unseen: Mapping[Role, SparkserveError]) -> list[Check]:
     """Say of each node whether it could be looked at, and if not why."""
-    checks = []
-    for role in ROLES:
-        needed = "a node that can be asked"
-        error = unseen.get(role)
-        if error is None:
-            observed = "this machine" if role == "head" else f"{session.settings.worker} answers"
-            checks.append(Check("reach", role, "ok", observed, needed))
-        else:
-            name = "python" if error.code == "python_missing" else "reach"
-            checks.append(Check(name, role, "unseen", error.message, needed, error.hint))
+    needed = "a node that can be asked"
+    told = {"head": "this machine", "worker": f"{session.settings.worker} answers"}
+    checks = [Check("reach", role, "ok", told[role], needed) for role in ROLES if role not in unseen]
+    for role, error in unseen.items():
+        name = "python" if error.code == "python_missing" else "reach"
+        checks.append(Check(name, role, "unseen", error.message, needed, error.hint))
     return checks
 
 
 def _given(session: Session) -> str:
     """Give the words of this command that a command in a hint needs, too."""
-    loaded = session.loaded
-    flags = {"": "worker", "-r": "recipe"}
-    words = [
-        word
-        for flag, name in flags.items()
-        if loaded.sources[name] == "flag"
-        for word in (flag, getattr(loaded.settings, name))
-    ]
-    if loaded.env_file != Path(".env"):
-        words += ["-e", str(loaded.env_file)]
-    return "".join(f" {shlex.quote(word)}" for word in words if word)
+    settings, sources, env_file = session.settings, session.loaded.sources, session.loaded.env_file
+    words = [settings.worker] if sources["worker"] == "flag" else []
+    words += ["-r", settings.recipe] if sources["recipe"] == "flag" else []
+    words += ["-e", str(env_file)] if env_file != Path(".env") else []
+    return "".join(f" {shlex.quote(word)}" for word in words)

@@ -16,7 +16,7 @@ from sparkserve.hosts import mask
 from sparkserve.parameters import secrets_to_mask
 
 _MOUNTS = "/proc/mounts"
-_INFO = ("ServerVersion", "DockerRootDir", "Driver", "Runtimes")
+_INFO = ("ServerVersion", "DockerRootDir", "Driver", "Runtimes", "DiscoveredDevices")
 _MAC = re.compile(r"\b(?:[0-9a-f]{2}:){5}[0-9a-f]{2}\b", re.IGNORECASE)
 _UUID = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", re.IGNORECASE)
 _IPV4 = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.]*\.\d)")

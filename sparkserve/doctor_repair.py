@@ -11,7 +11,7 @@ from pathlib import Path
 from sparkserve import engine, lifecycle, ssh_trust, tuning
 from sparkserve.checks import Check
 from sparkserve.cluster import Cluster, Role, connect
-from sparkserve.doctor import Report, examine
+from sparkserve.doctor import Report
 from sparkserve.lifecycle import Session
 from sparkserve.settings import Settings
 
@@ -21,24 +21,26 @@ _TOOLS = ("true", "mkdir", "tee", "mv", "rm", "sysctl")
 
 def repair(
     session: Session,
-    report: Report,
+    examine: Callable[..., Report],
     agree: Callable[[str], bool],
-    ask_person: Callable[[str, str], bool],
+    ask: Callable[[str, str], bool],
     opened: Cluster | None = None,
 ) -> Report:
     """Do what is safe and agreed to, and look again; a host key takes a person, whatever was agreed to beforehand."""
+    report = examine(opened)
     error = report.unseen.get("worker")
     if error is not None and error.code == "host_key_unknown":
-        ssh_trust.meet(session.settings, None, lambda question, flag: ask_person(question, f"it to init: {flag}"))
-        report, opened = examine(session), None
-    agreed = [check for check in report.checks if (deed := _deed(check)) and agree(f"{check.node}: {deed}?")]
+        ssh_trust.meet(session.settings, None, lambda question, flag: ask(question, f"it to init: {flag}"))
+        report, opened = examine(), None
+    deeds = [(check, deed) for check in report.checks if (deed := _deed(check))]
+    agreed = [check for check, deed in deeds if agree(f"{check.node}: {deed}?")]
     if not agreed:
         session.voice.say("nothing was changed")
         return report
     with nullcontext(opened) if opened else connect(session.settings) as cluster:
         for check in agreed:
             session.voice.say(f"{check.node}: {_do(session, cluster, check)}")
-        return examine(session, cluster)
+        return examine(cluster)
 
 
 def _deed(check: Check) -> str:

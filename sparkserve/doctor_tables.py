@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
+from sparkserve.check_catalog import CATALOG
 from sparkserve.checks import Check, Verdict
 from sparkserve.tables import STYLES, make_table
 
@@ -21,7 +22,7 @@ _WORDS = {"unseen": "could not look"}
 
 def report_data(report: Report) -> dict[str, Any]:
     """Give a check-up as plain data."""
-    checks = [{**vars(check), "hint": "" if check.verdict == "ok" else check.advice} for check in report.checks]
+    checks = [{**vars(check), "hint": check.advice, "why": CATALOG[check.id].why} for check in report.checks]
     return {
         "verdict": summary(report),
         "checks": checks,
@@ -33,16 +34,7 @@ def report_data(report: Report) -> dict[str, Any]:
 
 def report_view(report: Report, *, shows_all: bool = False) -> Iterator[Table | str]:
     """Show a check-up: what is not in order (or all), what puts it right, what differs, and the verdict."""
-    table = _checks_table(report.checks, shows_all=shows_all)
-    if table.row_count:
-        yield from (table, "")
-    advised: dict[tuple[str, str], list[str]] = {}
-    for check in sorted(report.checks, key=lambda check: _ORDER.index(check.verdict)):
-        if check.verdict != "ok" and check.advice:
-            advised.setdefault((check.id, check.advice), []).append(check.node)
-    for (name, advice), nodes in advised.items():
-        where = f" ({', '.join(nodes)})" if any(nodes) else ""
-        yield f"{name}{where}: {advice}"
+    yield from checks_view(report.checks, shows_all=shows_all)
     different = [one for one in report.differences if not one.same]
     if different:
         rows = ((one.what, one.head or "-", one.worker or "-") for one in different)
@@ -50,15 +42,6 @@ def report_view(report: Report, *, shows_all: bool = False) -> Iterator[Table | 
     if report.recorded:
         yield f"recorded in {report.recorded}"
     yield f"{summary(report)}, in {report.seconds:.1f} s"
-
-
-def short_view(report: Report) -> Iterator[str]:
-    """Show only what is not in order or could not be looked at, then the verdict."""
-    for check in report.checks:
-        if check.verdict in ("warn", "fail", "unseen"):
-            where = f" ({check.node})" if check.node else ""
-            yield f"{check.id}{where}: {check.observed}; needed: {check.needed}"
-    yield f"doctor: {summary(report)}"
 
 
 def summary(report: Report) -> str:
@@ -69,8 +52,8 @@ def summary(report: Report) -> str:
     return ", ".join([*unseen, *parts])
 
 
-def _checks_table(checks: Sequence[Check], *, shows_all: bool) -> Table:
-    """Put the checks of both nodes side by side; a row is as bad as its worse half, and those of the pair span both."""
+def checks_view(checks: Sequence[Check], *, shows_all: bool = False) -> Iterator[Table | str]:
+    """Show checks with both nodes side by side, the worst first, and then what to type."""
     rows: dict[tuple[str, int], dict[str, Check]] = {}
     seen: Counter[tuple[str, str]] = Counter()
     for check in checks:
@@ -78,18 +61,22 @@ def _checks_table(checks: Sequence[Check], *, shows_all: bool) -> Table:
         seen[check.id, check.node] += 1
     worst = {key: min(_ORDER.index(one.verdict) for one in row.values()) for key, row in rows.items()}
     shown = [key for key in rows if shows_all or _ORDER[worst[key]] != "ok"]
-    lines: list[tuple[Text | str, ...]] = []
-    for key in sorted(shown, key=worst.__getitem__):
-        row, verdict = rows[key], _ORDER[worst[key]]
-        cells = [_cell(row[node]) if node in row else "" for node in ("head", "worker")]
-        if "" in row:
-            cells[0] = _cell(row[""])
-        shown_verdict = Text(_WORDS.get(verdict, verdict), STYLES[verdict])
-        lines.append((shown_verdict, key[0], *cells, next(iter(row.values())).needed))
+    lines = [_check_row(key[0], _ORDER[worst[key]], rows[key]) for key in sorted(shown, key=worst.__getitem__)]
     table = make_table("verdict", "check", "head", "worker", "needed", rows=lines)
     table.columns[1].no_wrap = True  # an id is pasted to --explain
-    return table
+    if table.row_count:
+        yield from (table, "")
+    advised: dict[tuple[str, str], list[str]] = {}
+    for check in sorted(checks, key=lambda check: _ORDER.index(check.verdict)):
+        if check.verdict != "ok" and check.advice:
+            advised.setdefault((check.id, check.advice), []).append(check.node)
+    for (name, advice), nodes in advised.items():
+        where = f" ({', '.join(nodes)})" if any(nodes) else ""
+        yield f"{name}{where}: {advice}"
 
 
-def _cell(check: Check) -> Text:
-    return Text(check.observed, "" if check.verdict == "ok" else STYLES[check.verdict])
+def _check_row(name: str, verdict: str, row: Mapping[str, Check]) -> tuple[Text | str, ...]:
+    told = {"head": Text(), "worker": Text()}
+    for check in row.values():  # what is told of the pair stands with the head
+        told[check.node or "head"] = Text(check.observed, "" if check.verdict == "ok" else STYLES[check.verdict])
+    return Text(_WORDS.get(verdict, verdict), STYLES[verdict]), name, *told.values(), next(iter(row.values())).needed

@@ -19,6 +19,7 @@ from sparkserve.container import (
     container_name,
 )
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, docker_unreachable
+from sparkserve.system_text import parse_meminfo
 
 LOOK_SECONDS = 5.0
 _NAMES = (container_name(0), container_name(1))
@@ -198,7 +199,7 @@ def parse_moment(text: str) -> float | None:
 
 def parse_memory(text: str) -> Memory:
     """Read /proc/meminfo."""
-    found = {name: int(number) * 1024 for name, number in re.findall(r"^(\w+):\s+(\d+)", text, re.MULTILINE)}
+    found = parse_meminfo(text)
     swap_used = found.get("SwapTotal", 0) - found.get("SwapFree", 0)
     return Memory(found.get("MemTotal", 0), found.get("MemAvailable", 0), swap_used)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,12 @@ def max_exit(errors: list[SparkserveError]) -> int:
     if any(error.exit_code == EXIT_COULD_NOT_LOOK for error in errors):
         return EXIT_COULD_NOT_LOOK
     return errors[0].exit_code
+
+
+def exit_code_of(proofs: Iterable[Any]) -> int:
+    """Give the exit code of checks or proofs: a failed one outranks one that could not be looked at."""
+    verdicts = {proof.verdict for proof in proofs}
+    return EXIT_FAILED if "fail" in verdicts else EXIT_COULD_NOT_LOOK if "unseen" in verdicts else 0
 
 
 def flatten(error: SparkserveError) -> list[SparkserveError]:

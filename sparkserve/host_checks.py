@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from sparkserve.check_catalog import KNOWN_BAD_KERNELS
-from sparkserve.checks import GIB, Check, Subject, show_size, verdict
+from sparkserve.checks import GIB, Check, Subject, could_not_look, show_size, verdict
 from sparkserve.cluster import Role
 from sparkserve.errors import DOCKER_PROBLEMS
-from sparkserve.system import TOOLS, SystemFacts
+from sparkserve.system import OOM_DAEMONS, TOOLS, SystemFacts
 
 Rule = Callable[[Subject, Role, SystemFacts], Check]
 _ARCHITECTURES = {"aarch64": "arm64", "x86_64": "amd64"}
 _LEAST_PYTHON = (3, 9)
-# Room that stays free on every file system that is written, for logs and the engine's own small files.
-_DISK_MARGIN = 2_000_000_000
-_LEAST_INODES = 1000
 _FAR_AWAY = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "glusterfs", "lustre", "fuse.sshfs"}
 # Loads were seen to fail below this much MemFree, and with less than half of this in large pieces.
 _LEAST_FREE = 8 * GIB
@@ -30,7 +27,7 @@ def check_docker(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     error = facts.docker.error
     version = f"the Docker engine: {facts.docker.version}"
     observed, hint = DOCKER_PROBLEMS.get(error, (version, ""))
-    good = verdict(good=not error)
+    good = verdict(good=None if error in ("timeout", "failed") else not error)
     return Check("docker", role, good, observed, "an engine that this account can reach", hint)
 
 
@@ -63,7 +60,7 @@ def check_kernel(subject: Subject, role: Role, facts: SystemFacts) -> Check:
     """Whether the kernel is known to keep memory from RDMA, by its name and by its tell-tale."""
     needed = "a kernel that leaves RDMA its memory"
     if not facts.kernel or not facts.memory:
-        return Check("kernel", role, "unseen", "kernel and memory figures could not be read", needed)
+        return could_not_look("kernel", role, "uname -r && cat /proc/meminfo", needed)
     listed = facts.kernel.startswith(KNOWN_BAD_KERNELS) and "kho=off" not in facts.kernel_options.split()
     free, total = facts.memory.get("CmaFree", 0), facts.memory.get("CmaTotal", 0)
     observed = facts.kernel + (", of a kind with which RDMA was seen to fail" if listed else "")
@@ -74,24 +71,20 @@ def check_kernel(subject: Subject, role: Role, facts: SystemFacts) -> Check:
     return Check("kernel", role, good, observed, needed)
 
 
-def check_gpu(subject: Subject, role: Role, facts: SystemFacts) -> Check:
+def check_gpu(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     """Whether the driver answers."""
     needed = "a GPU whose driver answers"
-    if not subject.recipe.container.gpus:
-        return Check("gpu", role, "ok", "the recipe needs none", "no GPU")
     if facts.gpu:
         return Check("gpu", role, "ok", f"{facts.gpu[0]}, driver {facts.gpu[1]}", needed)
     good = None if facts.gpu_error == "no answer" else False
     return Check("gpu", role, verdict(good=good), f"nvidia-smi: {facts.gpu_error}", needed)
 
 
-def check_gpu_processes(subject: Subject, role: Role, facts: SystemFacts) -> Check:
+def check_gpu_processes(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     """Whether somebody else computes on the GPU."""
     needed = "no process of others on the GPU"
-    if not subject.recipe.container.gpus:
-        return Check("gpu_processes", role, "ok", "the recipe needs no GPU", needed)
     if facts.gpu_processes is None:
-        return Check("gpu_processes", role, "unseen", "nvidia-smi does not tell who computes", needed)
+        return could_not_look("gpu_processes", role, "nvidia-smi", needed)
     others = [one for one in facts.gpu_processes if not one.ours]
     named = [f"{one.name} (process {one.pid}{f' in {one.container}' if one.container else ''})" for one in others]
     hint = f"end it: {'; '.join(f'docker stop {o.container}' if o.container else f'kill {o.pid}' for o in others)}"
@@ -104,6 +97,8 @@ def check_docker_group(_subject: Subject, role: Role, facts: SystemFacts) -> Che
     needed = "membership of the docker group"
     if facts.in_docker_group or not facts.docker.error:
         return Check("docker_group", role, "ok", f"{facts.user} may ask the engine", needed)
+    if None in (facts.docker_member, facts.in_docker_group):
+        return could_not_look("docker_group", role, "id && getent group docker", needed)
     if facts.docker_member:
         observed, hint = f"{facts.user} is a member since this session began", "log out of that node and in again"
     else:
@@ -111,24 +106,26 @@ def check_docker_group(_subject: Subject, role: Role, facts: SystemFacts) -> Che
     return Check("docker_group", role, "fail", observed, needed, hint)
 
 
-def check_docker_runtime(subject: Subject, role: Role, facts: SystemFacts) -> Check:
+def check_docker_runtime(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     """Whether Docker can give a container the GPU."""
     needed = "NVIDIA's container toolkit"
-    if not subject.recipe.container.gpus:
-        return Check("docker_runtime", role, "ok", "the recipe needs no GPU", needed)
     if facts.docker.error:
-        return Check("docker_runtime", role, "unseen", "the Docker engine could not be asked", needed)
-    has_hook = "nvidia-container-runtime-hook is there" if facts.gives_gpus else "no nvidia-container-runtime-hook"
-    known = "nvidia" in facts.docker.runtimes
-    observed = "Docker knows the runtime nvidia" if known else f"Docker knows no runtime nvidia; {has_hook}"
+        return could_not_look("docker_runtime", role, "docker version", needed)
+    if "nvidia" in facts.docker.runtimes:
+        observed = "Docker knows the runtime nvidia"
+    elif facts.docker.cdi:
+        observed = f"Docker knows no runtime nvidia, and gives {facts.docker.cdi[0]} by CDI"
+    else:
+        hook = "nvidia-container-runtime-hook"
+        observed = f"Docker knows no runtime nvidia; {f'{hook} is there' if facts.gives_gpus else f'no {hook}'}"
     return Check("docker_runtime", role, verdict(good=facts.gives_gpus), observed, needed)
 
 
-def check_containers(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
+def check_containers(subject: Subject, role: Role, facts: SystemFacts) -> Check:
     """Whether containers of others share the host's network with the ranks."""
     needed = "no container of others on the host's network"
-    if facts.containers is None:
-        return Check("containers", role, "unseen", "the Docker engine could not be asked", needed)
+    if facts.containers is None or ("containers", role) in subject.unread:
+        return could_not_look("containers", role, "docker ps", needed)
     others = [one for one in facts.containers if not one.ours]
     named = [f"{one.name} ({', '.join(map(str, one.ports)) or one.image})" for one in others]
     shared = [one.name for one in others if one.on_host_network]
@@ -140,19 +137,20 @@ def check_containers(_subject: Subject, role: Role, facts: SystemFacts) -> Check
 def check_memory(subject: Subject, role: Role, facts: SystemFacts) -> Check:
     """Whether a rank will fit; where one runs already, whether enough is left beside it."""
     memory = subject.recipe.memory
-    needed = memory.floor_gib if facts.serves else memory.required_gib
-    if not facts.memory:
-        return Check("memory", role, "unseen", "/proc/meminfo could not be read", show_size(needed * GIB))
-    observed = f"{show_size(facts.available)} of memory available{' beside the rank that runs' * facts.serves}"
-    good = verdict(good=facts.available >= needed * GIB, bad="warn" if facts.serves else "fail")
-    return Check("memory", role, good, observed, show_size(needed * GIB))
+    needed = (memory.floor_gib if facts.serves else memory.required_gib) * GIB
+    available = facts.memory.get("MemAvailable")
+    if available is None:
+        return could_not_look("memory", role, "cat /proc/meminfo", show_size(needed))
+    observed = f"{show_size(available)} of memory available{' beside the rank that runs' * facts.serves}"
+    good = verdict(good=available >= needed, bad="warn" if facts.serves else "fail")
+    return Check("memory", role, good, observed, show_size(needed))
 
 
 def check_swap(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     """Whether swap is there and nothing much lies in it."""
     needed = f"swap that is there, with less than {show_size(_SWAPPED)} in use"
     if facts.swap_used is None or not facts.memory:
-        return Check("swap", role, "unseen", "/proc/swaps could not be read", needed)
+        return could_not_look("swap", role, "cat /proc/swaps /proc/meminfo", needed)
     total = facts.memory.get("SwapTotal", 0)
     observed = f"{show_size(facts.swap_used)} of {show_size(total)} in use" if total else "no swap"
     good = verdict(good=total > 0 and facts.swap_used < _SWAPPED, bad="warn")
@@ -160,12 +158,21 @@ def check_swap(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     return Check("swap", role, good, observed, needed, hint)
 
 
+def check_oom_daemons(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
+    """Whether one daemon at most ends processes when memory is short."""
+    found, needed = facts.oom_daemons, f"one of {' and '.join(OOM_DAEMONS)} at most"
+    if found is None:
+        return could_not_look("oom_daemons", role, f"systemctl is-active {' '.join(OOM_DAEMONS)}", needed)
+    good = verdict(good=len(found) < 2, bad="warn")
+    return Check("oom_daemons", role, good, f"running: {' and '.join(found) or 'none'}", needed)
+
+
 def check_page_cache(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     """Whether the driver finds free memory, and not only memory that the kernel could free."""
     free = facts.memory.get("MemFree")
     needed = f"{show_size(_LEAST_FREE)} free"
     if free is None:
-        return Check("page_cache", role, "unseen", "/proc/meminfo could not be read", needed)
+        return could_not_look("page_cache", role, "cat /proc/meminfo", needed)
     cached = facts.memory.get("Cached", 0)
     observed = f"{show_size(free)} free, {show_size(cached)} in the page cache"
     return Check("page_cache", role, verdict(good=facts.serves or free >= _LEAST_FREE, bad="warn"), observed, needed)
@@ -175,7 +182,7 @@ def check_fragmentation(_subject: Subject, role: Role, facts: SystemFacts) -> Ch
     """Whether free memory comes in large pieces; little free memory is the matter of other checks."""
     needed = f"{show_size(_LEAST_LARGE)} in pieces of 16 MiB, or the largest there are"
     if facts.large_free is None:
-        return Check("fragmentation", role, "unseen", "/proc/buddyinfo could not be read", needed)
+        return could_not_look("fragmentation", role, "cat /proc/buddyinfo", needed)
     days = f", up for {facts.uptime / 86400:.0f} days" if facts.uptime else ""
     scarce = facts.serves or facts.memory.get("MemFree", 0) < _LEAST_FREE
     good = verdict(good=scarce or facts.large_free >= _LEAST_LARGE, bad="warn")
@@ -185,8 +192,10 @@ def check_fragmentation(_subject: Subject, role: Role, facts: SystemFacts) -> Ch
 def check_local_disk(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     """Whether weights, caches and images lie on the node's own disks."""
     kinds = {name: disk.filesystem for name, disk in facts.disks.items()}
-    good = None if not all(kinds.values()) else not _FAR_AWAY & set(kinds.values())
-    observed = ", ".join(f"{name}: {kind or 'could not be seen'}" for name, kind in kinds.items())
+    if not all(kinds.values()):
+        return could_not_look("local_disk", role, "cat /proc/mounts", "disks of the node itself")
+    good = not _FAR_AWAY & set(kinds.values())
+    observed = ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
     return Check("local_disk", role, verdict(good=good, bad="warn"), observed, "disks of the node itself")
 
 
@@ -195,28 +204,21 @@ def check_hostname(subject: Subject, role: Role, facts: SystemFacts) -> Check:
     launch = subject.recipe.launch
     pinned = _PINS & (launch.env.keys() | (launch.head_env if role == "head" else launch.worker_env).keys())
     needed = "an address of the node, or an interface that the recipe pins"
-    if facts.own_addresses is None:
-        return Check("hostname", role, "ok" if pinned else "unseen", "getent could not be asked", needed)
-    where = ", ".join(facts.own_addresses) or "nothing"
-    good = bool(facts.own_addresses) and not any(one.startswith("127.") for one in facts.own_addresses)
+    if facts.own_addresses is None and not pinned:
+        return could_not_look("hostname", role, f"getent ahostsv4 {facts.hostname}", needed)
+    found = facts.own_addresses or ()
+    where = ", ".join(found) or ("what could not be seen" if facts.own_addresses is None else "nothing")
+    good = bool(found) and not any(one.startswith("127.") for one in found)
     observed = f"{facts.hostname} resolves to {where}" + (f"; the recipe sets {min(pinned)}" if pinned else "")
     return Check("hostname", role, verdict(good=good or bool(pinned), bad="warn"), observed, needed)
 
 
 BASICS: tuple[Rule, ...] = (check_docker, check_docker_group, check_tools, check_architecture, check_python)
 BEFORE_START: tuple[Rule, ...] = (
-    check_kernel,
-    check_gpu,
-    check_docker_runtime,
-    check_gpu_processes,
-    check_containers,
-    check_memory,
-    check_swap,
-    check_page_cache,
-    check_fragmentation,
-    check_local_disk,
-    check_hostname,
-)
+    check_kernel, check_containers, check_memory, check_swap, check_oom_daemons, check_page_cache, check_fragmentation,
+    check_local_disk, check_hostname,
+)  # fmt: skip
+OF_GPUS: tuple[Rule, ...] = (check_gpu, check_docker_runtime, check_gpu_processes)
 
 
 def apply_rules(rules: Iterable[Rule], subject: Subject) -> list[Check]:

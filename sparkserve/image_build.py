@@ -21,6 +21,7 @@ from sparkserve.plan import Work
 from sparkserve.recipe import Image
 from sparkserve.settings import process_environment
 from sparkserve.streams import follow
+from sparkserve.system_text import parse_meminfo
 
 # One job of a CUDA compiler takes up to about this much memory.
 _BYTES_PER_JOB = 4 * 2**30
@@ -148,8 +149,7 @@ def _builder(host: Host) -> list[str]:
 def _jobs(node: Node) -> int:
     """Cap compile jobs by the memory that is available now."""
     text = node.session.ask("facts", files=["/proc/meminfo"])["files"]["/proc/meminfo"] or ""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
-    available = int(found[1]) * 1024 if found else 0
+    available = parse_meminfo(text).get("MemAvailable", 0)
     return max(1, min(int(node.identity["cpus"]), available // _BYTES_PER_JOB))
 
 

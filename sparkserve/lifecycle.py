@@ -127,7 +127,7 @@ def open_session(
     command: str, env_file: Path, environment: Mapping[str, str], flags: Mapping[str, Any], voice: Voice
 ) -> Session:
     """Read settings and recipe, with everything that is wrong in them told at once."""
-    skipped = check_catalog.known_ids(flags.get("skip_check") or ())
+    skipped = tuple(name for name in flags.get("skip_check") or () if check_catalog.find_entry(name))
     loaded = load(env_file, environment, flags)
     recipe = find_recipe(loaded.settings.recipe, environment)
     return Session(command, loaded, recipe, environment, voice, skipped, flags.get("build_options", ()))
@@ -275,7 +275,8 @@ def prepare(session: Session, deployment: Deployment, wanted: Plan, start: plann
         is_skipped = check.id in session.skip_checks
         if check.verdict != "ok" and (is_skipped or check.verdict != "fail"):
             named = f"check {check.id}{' (skipped)' * is_skipped}, {check.node or 'both nodes'}"
-            session.voice.warn(f"{named}: {check.observed}; better: {check.needed}")
+            advice = f"; {check.advice}" if check.advice else ""
+            session.voice.warn(f"{named}: {check.observed}; better: {check.needed}{advice}")
     checks.raise_failures(check for check in found if check.id not in session.skip_checks)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -19,7 +19,6 @@ from sparkserve.link_rdma import RDMA_GLOBS, RdmaDevice, find_gid_index, parse_r
 
 _PORT_SUFFIX = re.compile(r"(f\d+np\d+|f\d+)$")
 _DOMAIN = re.compile(r"^en(P\d+)?p")
-_LINK_LOCAL = ipaddress.IPv4Network("169.254.0.0/16")
 # What is made of software; a veth may be a cable, but never one that hangs on a bridge or that Docker named.
 _SOFT_KINDS = frozenset({"bridge", "tun", "wireguard", "dummy", "ifb", "vxlan", "macvlan", "ipvlan", "gre", "sit"})
 _SOFT_NAMES = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "tailscale", "zt")
@@ -69,10 +68,20 @@ class LinkFacts:
     ssh: tuple[str, str] = ("", "")
 
     @property
+    def network(self) -> str:
+        """The network of the link address, as its interface has it; empty where it is on none."""
+        own = (item for item in self.interfaces if item.name == self.interface)
+        pairs = ((one, network) for item in own for one, network in zip(item.addresses, item.networks, strict=False))
+        return next((network for address, network in pairs if address == self.address), "")
+
+    @property
     def cable_mbps(self) -> int | None:
         """What the cable should give by its devices: the rate of the RDMA port, else the interface's speed."""
         rates = [one.rate_mbps for one in self.devices if one.name in self.hcas and one.rate_mbps]
         return max(rates, default=self.speed_mbps)
+
+
+UNSEEN = LinkFacts("", "", "", (), None, 0, None, ())
 
 
 @dataclass(frozen=True)
@@ -106,20 +115,24 @@ def parse(raw: Mapping[str, Any], address: str) -> LinkFacts:
     """Work out the link of a node from its raw facts."""
     found = {name: raw["globs"][pattern] for name, pattern in _GLOBS.items()}
     interfaces = parse_interfaces(raw["commands"]["ip"], found)
-    owner = next((item for item in interfaces if address and address in item.addresses), None)
-    devices = parse_rdma(found)
     routes, ssh = _default_routes(raw["commands"]["routes"]), _ssh_addresses(raw["commands"]["ssh"])
+    bare = LinkFacts("", "", "", (), None, 0, None, interfaces, parse_rdma(found), routes, ssh)
+    return locate(bare, address)
+
+
+def locate(facts: LinkFacts, address: str) -> LinkFacts:
+    """Work out which interface, devices and GID index are the cable's, by its address."""
+    owner = next((item for item in facts.interfaces if address and address in item.addresses), None)
     if owner is None:
-        return LinkFacts(address, "", "", (), None, 0, None, interfaces, devices, routes, ssh)
-    twin = _find_twin(owner.name, interfaces)
+        return replace(facts, address=address)
+    twin, devices = _find_twin(owner.name, facts.interfaces), facts.devices
     own = next((device for device in devices if device.interface == owner.name and device.active), None)
     index = find_gid_index(own, address, owner.name) if own else None
-    halves = sorted(
-        (item for item in devices if item.active and item.interface in (owner.name, twin)), key=_is_not(own)
-    )
+    halves = [item for item in devices if item.active and item.interface in (owner.name, twin)]
+    halves.sort(key=lambda item: item is not own)  # the one of the link address first
     hcas = tuple(device.name for device in halves if device is own or _answers_at(device, index))
-    speed = owner.speed_mbps
-    return LinkFacts(address, owner.name, twin, hcas, index, owner.mtu, speed, interfaces, devices, routes, ssh)
+    located = replace(facts, address=address, interface=owner.name, mtu=owner.mtu, speed_mbps=owner.speed_mbps)
+    return replace(located, twin=twin, hcas=hcas, gid_index=index)
 
 
 def parse_interfaces(
@@ -147,12 +160,13 @@ def _interface(row: Mapping[str, Any], found: Mapping[str, Mapping[str, str | No
     name = row["ifname"]
     own = [item for item in row.get("addr_info", ()) if item.get("family") == "inet"]
     kind = row.get("linkinfo", {}).get("info_kind", "")
+    speed = (found["speed"].get(f"/sys/class/net/{name}/speed") or "").strip()
     return Interface(
         name=name,
         addresses=tuple(item["local"] for item in own),
         mtu=row.get("mtu", 0),
         up="LOWER_UP" in row.get("flags", ()),
-        speed_mbps=_speed(found["speed"].get(f"/sys/class/net/{name}/speed")),
+        speed_mbps=int(speed) if speed.isdigit() else None,
         networks=tuple(_network(item["local"], item.get("prefixlen", 32)) for item in own),
         soft=kind in _SOFT_KINDS or "master" in row or name.startswith(_SOFT_NAMES),
         wireless=f"/sys/class/net/{name}/phy80211" in found["wireless"] or name.startswith("wl"),
@@ -177,11 +191,6 @@ def _ssh_addresses(answer: Mapping[str, Any] | None) -> tuple[str, str]:
     return (words[0], words[2]) if len(words) == 4 else ("", "")
 
 
-def _speed(text: str | None) -> int | None:
-    value = (text or "").strip()
-    return int(value) if value.isdigit() else None
-
-
 def _find_twin(name: str, interfaces: tuple[Interface, ...]) -> str:
     """Find the other PCIe half of the same port: the same function and port number, another PCI domain."""
     suffix = _PORT_SUFFIX.search(name)
@@ -189,11 +198,6 @@ def _find_twin(name: str, interfaces: tuple[Interface, ...]) -> str:
         return ""
     others = [item.name for item in interfaces if item.name != name and item.name.endswith(suffix[1]) and item.up]
     return others[0] if len(others) == 1 else ""
-
-
-def _is_not(own: RdmaDevice | None) -> Callable[[RdmaDevice], bool]:
-    """Give a sort key that puts the device of the link address first."""
-    return lambda device: device is not own
 
 
 def _answers_at(device: RdmaDevice, index: int | None) -> bool:
@@ -228,7 +232,7 @@ def propose(seen: Mapping[Role, LinkFacts]) -> list[Proposal]:
         if ours[2] == theirs[2] and ours[1] != theirs[1]
         for proposal in [_proposal((head, *ours), (worker, *theirs))]
     ]
-    routed = [item for item in found if not _is_link_local(item[1].head_address)]
+    routed = [item for item in found if not ipaddress.ip_address(item[1].head_address).is_link_local]
     return [proposal for _, proposal in sorted(routed or found, key=lambda item: item[0])]
 
 
@@ -260,17 +264,13 @@ def _proposal(ours: tuple[LinkFacts, Interface, str, str], theirs: tuple[LinkFac
     words = [f"both in {network}", "RDMA on both" if rdma else "no RDMA", f"MTU {mtu}"]
     if speed:
         words.insert(2, f"{speed / 1000:g} Gb/s")
-    if _is_link_local(head_address):
+    if ipaddress.ip_address(head_address).is_link_local:
         words.append("link-local, which may change at any boot")
     return Proposal(head_address, worker_address, head_end.name, worker_end.name, mtu, speed, rdma, ", ".join(words))
 
 
 def _can_rdma(facts: LinkFacts, interface: Interface) -> bool:
     return any(device.active and device.interface == interface.name for device in facts.devices)
-
-
-def _is_link_local(address: str) -> bool:
-    return ipaddress.IPv4Address(address) in _LINK_LOCAL
 
 
 def _rank(one: Proposal) -> tuple[bool, int, int, bool, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -108,12 +109,11 @@ def _other_ports(link: LinkFacts, own: Mapping[str, Interface]) -> list[str]:
 
 
 def share_network(head: LinkFacts, worker: LinkFacts) -> bool:
-    """Whether both link addresses are in one network, so that what is sent to the other end takes the cable."""
-    head_networks, worker_networks = (
-        {network for item in link.interfaces if item.name == link.interface for network in item.networks}
-        for link in (head, worker)
+    """Whether each link address is in the other's network, so that what is sent to the other end takes the cable."""
+    return all(
+        link.network and other.address and ipaddress.ip_address(other.address) in ipaddress.ip_network(link.network)
+        for link, other in ((head, worker), (worker, head))
     )
-    return bool(head_networks & worker_networks)
 
 
 def port_name(interface: str) -> str:

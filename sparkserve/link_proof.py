@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparkserve import engine_facts, link_program
+from sparkserve import link_program, system, takeover_facts
 from sparkserve.checks import Check
 from sparkserve.cluster import ROLES, Cluster, Node, NodeSession, Role
 
@@ -23,7 +24,10 @@ _BYTES_EACH_WAY = 1 << 30
 _SECONDS_EACH_WAY = 0.6
 _SMALL = 100
 _HEADERS = 28  # of IPv4 and UDP
-_RDMA_SECONDS = 2
+# Over each half of the port, each way; perftest sends it as so many messages.
+_RDMA_BYTES = 1 << 29
+_RDMA_MESSAGE = 1 << 16
+_RDMA_PATIENCE = 6
 _DOCS = "docs/network.md"
 
 
@@ -53,41 +57,51 @@ def prove(
 ) -> list[Check]:
     """Prove the cable within two and a half seconds; `floor` is in Gb/s.
 
-    How much it carries is not measured while a pair of ours runs, unless `is_idle` knows that nobody waits for it.
+    How much it carries is not measured while a pair runs, unless it is ours and `is_idle` knows that nobody waits.
     """
-    unknown = [Check("link_tcp", role, "fail", *_UNKNOWN) for role in ROLES if not _is_known(links, role)]
+    unknown = [role for role in ROLES if role not in links or not links[role].interface]
     if unknown:
-        return unknown
-    facts, unseen = cluster.try_both(engine_facts.gather)
-    runs = [role for role, found in facts.items() if any(one.is_running for one in found.containers)]
+        seen, hint = "no interface owns the link address", "`sparkserve link` shows what may be the cable"
+        return [Check("link_tcp", role, "fail", seen, "an interface on both nodes", hint) for role in unknown]
+    users, unseen = cluster.try_both(see_users)
+    ours = [role for role, (is_ours, _) in users.items() if is_ours]
+    theirs = dict.fromkeys(name for _, names in users.values() for name in names)
     with _open_ends(cluster, links, master_port) as (head, worker):
         checks = [prove_frames(head, worker), prove_frames(worker, head)]
-        meeting = judge_meeting(head.held, master_port, ours="head" in runs)
+        meeting = judge_meeting(head.held, master_port, ours="head" in ours)
         ports = (head.tcp, master_port) if not head.held else (head.tcp,)
         tcp = [*meeting, prove_tcp(head, worker, (worker.tcp,)), prove_tcp(worker, head, ports)]
         checks += tcp
-        why = "a pair of ours runs, and is not disturbed" if runs else "Docker does not say whether a pair runs"
-        if (runs or unseen) and not is_idle():
-            return [*checks, _left_out(why, "a pair that is idle")]
+        runs = "a pair of ours runs" if ours and not theirs else f"{', '.join(theirs)} may use the cable"
+        why = f"{runs}, and is not disturbed" if ours or theirs else "Docker does not say whether a pair runs"
+        if theirs or ((ours or unseen) and not is_idle()):
+            return [*checks, *_leave_out(head, worker, why, "a pair that is idle")]
         if any(check.verdict == "fail" for check in tcp[len(meeting) :]):
-            return [*checks, _left_out("TCP does not come through", "TCP both ways")]
+            return [*checks, *_leave_out(head, worker, "TCP does not come through", "TCP both ways")]
         checks += [prove_bandwidth(head, worker, floor), prove_bandwidth(worker, head, floor)]
         return [*checks, *prove_rdma(cluster, head, worker, floor)]
 
 
-def _is_known(links: Mapping[Role, LinkFacts], role: Role) -> bool:
-    return role in links and bool(links[role].interface)
+def _leave_out(head: End, worker: End, why: str, needed: str) -> list[Check]:
+    names = ["link_bandwidth", *(["link_rdma_bandwidth"] if _pair_halves(head, worker) else [])]
+    return [
+        Check(name, "", "unseen", f"not measured: {why}", needed, "later: `sparkserve link --prove`") for name in names
+    ]
 
 
-_UNKNOWN = (
-    "no interface owns the link address",
-    "an interface on both nodes",
-    "set SPARKSERVE_HEAD_LINK and SPARKSERVE_WORKER_LINK to the two ends of the cable",
-)
+def see_users(node: Node) -> tuple[bool, list[str]]:
+    """See who may use the cable: whether a rank of ours runs, and by name whatever of others could be one of a pair."""
+    running, facts = takeover_facts.gather(node).running, system.gather(node)
+    theirs = [one.name for one in running if not one.is_ours and _may_use_cable(one.options)]
+    theirs += [one.container or f"{one.name} (process {one.pid})" for one in facts.gpu_processes or () if not one.ours]
+    if facts.gpu_processes is None and facts.gpu_error != "missing":
+        theirs.append("a process that nvidia-smi does not tell of")
+    return any(one.is_ours for one in running), theirs
 
 
-def _left_out(why: str, needed: str) -> Check:
-    return Check("link_bandwidth", "", "warn", f"not measured: {why}", needed, "later: `sparkserve link --prove`")
+def _may_use_cable(options: Mapping[str, Any]) -> bool:
+    has_rdma = any(path.startswith("/dev/infiniband") for path in options["devices"])
+    return bool(has_rdma or options["privileged"] or options["network_mode"] == "host")
 
 
 @contextmanager
@@ -192,9 +206,9 @@ def _judge_rate(name: str, sender: End, measured: tuple[float, str], floor: floa
 
 
 def prove_rdma(cluster: Cluster, head: End, worker: End, floor: float) -> list[Check]:
-    """Measure RDMA from the head to the worker over each half of the port, where perftest is on both nodes."""
-    halves = list(zip(head.link.hcas, worker.link.hcas, strict=False))
-    if not halves or None in (head.link.gid_index, worker.link.gid_index):
+    """Measure RDMA both ways over each half of the port, where perftest is on both nodes."""
+    halves = _pair_halves(head, worker)
+    if not halves:
         return []
     tool = "ib_write_bw"
     found = cluster.on_both(lambda node: node.session.ask("facts", tools=[tool])["tools"][tool])
@@ -202,28 +216,38 @@ def prove_rdma(cluster: Cluster, head: End, worker: End, floor: float) -> list[C
     if missing:
         observed = f"not measured: {tool} is not on the {' and the '.join(missing)}"
         return [Check("link_rdma_bandwidth", "", "warn", observed, tool, "sudo apt-get install perftest")]
-    return [_prove_half(head, worker, half, floor) for half in halves]
+    there = [_prove_half((head, ours), (worker, theirs), floor) for ours, theirs in halves]
+    return there + [_prove_half((worker, theirs), (head, ours), floor) for ours, theirs in halves]
 
 
-def _prove_half(head: End, worker: End, half: tuple[str, str], floor: float) -> Check:
+def _pair_halves(head: End, worker: End) -> list[tuple[str, str]]:
+    """Pair the RDMA devices of both ends; none where one end has no address for RDMA."""
+    if None in (head.link.gid_index, worker.link.gid_index):
+        return []
+    return list(zip(head.link.hcas, worker.link.hcas, strict=False))
+
+
+def _prove_half(source: tuple[End, str], target: tuple[End, str], floor: float) -> Check:
+    (sender, ours), (receiver, theirs) = source, target
     port = random.randint(20000, 29999)  # noqa: S311 - a port, not a secret
-    common = ["-F", "-p", str(port), "-D", str(_RDMA_SECONDS), "--report_gbits"]
+    amount = ["-s", str(_RDMA_MESSAGE), "-n", str(_RDMA_BYTES // _RDMA_MESSAGE)]
+    common = ["-F", "-p", str(port), *amount, "--report_gbits"]
+    answer = None
     with ThreadPoolExecutor(1) as aside:
-        end = {"seconds": _RDMA_SECONDS + 6}
-        server = aside.submit(worker.ask, "run", argv=_perftest(worker, half[1], common), **end)
-        argv = [*_perftest(head, half[0], common), worker.link.address]
-        answer = None
+        server = aside.submit(receiver.ask, "run", argv=_perftest(receiver, theirs, common), seconds=_RDMA_PATIENCE)
+        argv = [*_perftest(sender, ours, common), receiver.link.address]
         while not server.done():  # the server takes a moment until it listens
-            answer = head.ask("run", argv=argv, **end)
+            answer = sender.ask("run", argv=argv, seconds=_RDMA_PATIENCE)
             if answer is None or answer["code"] == 0:
                 break
+            time.sleep(0.05)
     gbps = parse_perftest(answer["out"]) if answer else None
     if gbps is not None:
-        return _judge_rate("link_rdma_bandwidth", head, (gbps, f"from {half[0]} to {half[1]} by RDMA"), floor)
+        return _judge_rate("link_rdma_bandwidth", sender, (gbps, f"from {ours} to {theirs} by RDMA"), floor)
     words = answer["err"] or answer["out"] if answer else ""
-    observed = f"{half[0]} moves nothing to {half[1]}: {(words.strip().splitlines() or ['no end in time'])[-1]}"
+    observed = f"{ours} moves nothing to {theirs}: {(words.strip().splitlines() or ['no end in time'])[-1]}"
     hint = "are MTU, GID index and path of both ends right? `sparkserve link` shows them"
-    return Check("link_rdma_bandwidth", "head", "fail", observed, f"{floor:g} Gb/s", hint)
+    return Check("link_rdma_bandwidth", sender.role, "fail", observed, f"{floor:g} Gb/s", hint)
 
 
 def _perftest(end: End, device: str, common: list[str]) -> list[str]:

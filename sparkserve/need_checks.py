@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import ipaddress
+import shlex
 from collections.abc import Mapping
 
 from sparkserve.checks import Check, DiskNeed, Subject, show_size, verdict
 from sparkserve.cluster import Role
-from sparkserve.parameters import decide_ports
+from sparkserve.errors import SparkserveError
+from sparkserve.parameters import LOOPBACK, check_exposure, decide_ports
 from sparkserve.settings import variable_name
 from sparkserve.system import DiskFacts, PortFacts
 
 # Room that stays free on every file system that is written, for logs and the engine's own small files.
 _DISK_MARGIN = 2_000_000_000
 _LEAST_INODES = 1000
+_WRITABLE = "a writable directory"
 
 
 def check_disks(subject: Subject) -> list[Check]:
@@ -26,7 +28,10 @@ def check_disks(subject: Subject) -> list[Check]:
         if disk is not None and not disk.error:
             grouped.setdefault((need.node, disk.device), []).append(need)
         elif disk is not None and need.size:
-            checks.append(Check("disk", need.node, "unseen", f"{disk.path}: {disk.error}", show_size(need.size)))
+            observed, hint = f"{disk.path}: {disk.error}", f"ls -ld {shlex.quote(disk.path)}"
+            checks.append(Check("disk", need.node, "unseen", observed, show_size(need.size), hint))
+            if need.place != "docker":
+                checks.append(Check("writable", need.node, "unseen", observed, _WRITABLE, hint))
     for (node, _), together in grouped.items():
         if any(need.size for need in together):
             disks = [subject.system[node].disks[need.place] for need in together]
@@ -45,19 +50,13 @@ def _check_room(node: Role, disk: DiskFacts, needs: list[DiskNeed]) -> Check:
 
 
 def _check_writable(subject: Subject, node: Role, needs: list[DiskNeed]) -> list[Check]:
-    user = subject.system[node].user
-    disks = [subject.system[node].disks[need.place] for need in needs if need.place != "docker"]
-    return [
-        Check(
-            "writable",
-            node,
-            verdict(good=disk.writable),
-            f"{disk.path} can{'' if disk.writable else 'not'} be written",
-            "a writable directory",
-            "" if disk.writable else f"sudo {'chown' if disk.exists else 'install -d -o'} {user} {disk.path}",
-        )
-        for disk in dict.fromkeys(disks)
-    ]
+    user, checks = subject.system[node].user, []
+    for disk in dict.fromkeys(subject.system[node].disks[need.place] for need in needs if need.place != "docker"):
+        observed = f"{disk.path} can{'' if disk.writable else 'not'} be written"
+        make = f"sudo {'chown' if disk.exists else 'install -d -o'} {user} {shlex.quote(disk.path)}"
+        hint = "" if disk.writable else make
+        checks.append(Check("writable", node, verdict(good=disk.writable), observed, _WRITABLE, hint))
+    return checks
 
 
 def check_ports(subject: Subject) -> list[Check]:
@@ -76,53 +75,54 @@ def _check_port(subject: Subject, role: Role, named: tuple[str, int], found: Por
     name, port = named
     # Both ports are opened by rank 0, whose process another account may not look at.
     ours = found.ours or (role == "head" and subject.system[role].serves)
-    state = "free" if found.free else f"held by {'our own rank' if ours else found.holder}"
-    observed = f"port {port} ({name}): {state}"
+    holder = f"held by {'our own rank' if ours else found.holder}"
+    state = "free" if found.free else holder if found.free is False else f"could not be tried: {found.holder}"
     who = f"sudo ss -ltnp 'sport = :{port}' shows who holds it"
     who = f"docker stop {found.container}" if found.container else who
     hint = f"{who}; or set {variable_name(name + '_port')}"
-    good = found.free or ours
-    return Check("port", role, verdict(good=good), observed, "a free port", "" if good else hint)
+    good = verdict(good=ours or found.free)
+    return Check("port", role, good, f"port {port} ({name}): {state}", "a free port", "" if good == "ok" else hint)
 
 
 def check_sources(kinds: Mapping[Role, Mapping[str, str]]) -> list[Check]:
     """Check that every file and device which the containers will be given is there and can be looked at."""
-    return [
-        Check("source", role, "fail", f"{path}: {kind}", "a file or device for the container")
-        for role, found in kinds.items()
-        for path, kind in found.items()
-        if kind in ("missing", "unreadable")
-    ]
+    needed = "every file and device that the container is given"
+    checks = []
+    for role, found in kinds.items():
+        bad = {path: kind for path, kind in found.items() if kind in ("missing", "unreadable")}
+        for path, kind in bad.items():
+            hint = f"ls -l {shlex.quote(path)}" if kind == "unreadable" else ""
+            checks.append(Check("source", role, "fail" if not hint else "unseen", f"{path}: {kind}", needed, hint))
+        if not bad:
+            checks.append(Check("source", role, "ok", f"all {len(found)} are there", needed))
+    return checks
 
 
 def check_sudo(subject: Subject) -> list[Check]:
     """Check that what needs root will not stop half-way for a password; without a plan, whether it could."""
-    rooted = subject.rooted
-    has_file = subject.settings.sudo_password_file is not None
-    return [
-        Check(
-            "sudo",
-            role,
-            verdict(
-                good=facts.sudo in ("root", "free")
-                or (facts.sudo == "password" and (has_file if rooted is None else rooted[role])),
-                bad="warn" if rooted is None else "fail",
-            ),
-            f"sudo: {facts.sudo}",
-            "root for the tuning step",
-        )
-        for role, facts in subject.system.items()
-        if rooted is None or role in rooted
-    ]
+    unread, rooted, checks = subject.unread.get(("sudo", "head")), subject.rooted, []
+    for role, facts in subject.system.items():
+        needed, mode = "root for the tuning step", facts.sudo
+        if mode == "password" and unread:
+            checks.append(Check("sudo", role, "fail", unread.message, needed, unread.hint))
+        elif rooted is None or role in rooted:
+            is_known = subject.settings.sudo_password_file is not None if rooted is None else rooted[role]
+            good = None if mode == "no answer" else mode in ("root", "free") or (mode == "password" and is_known)
+            judged = verdict(good=good, bad="warn" if rooted is None else "fail")
+            checks.append(Check("sudo", role, judged, f"sudo: {mode}", needed))
+    return checks
 
 
 def check_api_key(subject: Subject) -> list[Check]:
     """Check that an API beyond loopback has a key; one that is open by the owner's own word is told all the same."""
-    host, key, is_open = subject.settings.api_host, subject.settings.api_key_file, subject.settings.api_open
-    if subject.unread_key:
-        return [
-            Check("api_key", "head", "fail", subject.unread_key.message, "loopback, or a key", subject.unread_key.hint)
-        ]
+    settings, needed = subject.settings, "loopback, or a key"
+    try:
+        if unread := subject.unread.get(("api_key", "head")):
+            raise unread
+        check_exposure(settings, subject.recipe)
+    except SparkserveError as error:
+        return [Check("api_key", "head", "fail", error.message, needed, error.hint)]
+    host, key = settings.api_host, settings.api_key_file
     observed = f"the API listens on {host} {'with' if key else 'without'} a key"
-    good = verdict(good=key is not None or ipaddress.ip_address(host).is_loopback, bad="warn" if is_open else "fail")
-    return [Check("api_key", "head", good, observed, "loopback, or a key")]
+    is_open = settings.api_open and not key and not host.startswith(LOOPBACK)
+    return [Check("api_key", "head", "warn" if is_open else "ok", observed, needed)]

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 
 from sparkserve import around, blueprint, engine, engine_logs, lifecycle, link, link_proof, lock, records, status_look
 from sparkserve.around import AroundFacts, Trend
-from sparkserve.checks import Check
+from sparkserve.checks import Check, Subject
 from sparkserve.cluster import Cluster, Deployment, Role, connect, is_locked, pair_lock
 from sparkserve.endpoint import Endpoint, open_endpoint
 from sparkserve.engine_logs import LogLine, LogQuery
 from sparkserve.engine_stop import Stopping
+from sparkserve.errors import SparkserveError
 from sparkserve.lifecycle import Outcome, Session
-from sparkserve.link_oddities import find_oddities
+from sparkserve.link_checks import check_link
 from sparkserve.parameters import decide_parameters, decide_ports, secrets_to_mask
 from sparkserve.plan import Plan, apply
 from sparkserve.records import Record
@@ -240,12 +241,12 @@ def history(session: Session) -> list[Record]:
 
 @dataclass(frozen=True)
 class Cable:
-    """The cable as it is: both nodes' names and facts, where SSH goes, what is odd, and what else it could be."""
+    """The cable as it is: both nodes' names and facts, where SSH goes, what is not in order, what else it could be."""
 
     names: dict[Role, str]
     links: dict[Role, link.LinkFacts]
     management: dict[Role, link.Management]
-    odd: list[str]
+    odd: list[Check]
     proposals: list[link.Proposal]
     checks: list[Check]
 
@@ -256,12 +257,12 @@ def see_cable(session: Session, *, floor: float | None = None) -> Cable:
         links = cluster.on_both(link.gather)
         names = cluster.on_both(lambda node: str(node.identity["hostname"]))
         checks = prove_cable(session, cluster, links, floor) if floor is not None else []
-    management = link.find_management(links)
-    return Cable(names, links, management, find_oddities(links, management), link.propose(links), checks)
+    odd = [check for check in check_link(Subject(session.settings, session.recipe, {}, links)) if check.verdict != "ok"]
+    return Cable(names, links, link.find_management(links), odd, link.propose(links), checks)
 
 
 def prove_cable(session: Session, cluster: Cluster, links: dict[Role, link.LinkFacts], floor: float) -> list[Check]:
-    """Prove the cable; what would take bandwidth from a pair that works for somebody is left out."""
+    """Prove the cable as far as both nodes answer; what would disturb a pair that works for somebody is left out."""
     endpoint = open_endpoint(session.settings, session.recipe)
 
     def is_idle() -> bool:
@@ -269,8 +270,10 @@ def prove_cable(session: Session, cluster: Cluster, links: dict[Role, link.LinkF
         evidence = status_look.look(replace(question, patience=_GLANCE_SECONDS, remembers=False)).evidence
         return bool(evidence.samples) and not evidence.in_flight
 
+    port = decide_ports(session.settings, session.recipe).master
     try:
-        port = decide_ports(session.settings, session.recipe).master
         return link_proof.prove(cluster, links, master_port=port, floor=floor, is_idle=is_idle)
+    except SparkserveError as error:
+        return [Check("link_tcp", error.node, "unseen", str(error), "both ends of the cable, by a program", error.hint)]
     finally:
         endpoint.close()

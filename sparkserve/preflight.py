@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from sparkserve import derive, engine, host_checks, image, need_checks, pair_checks, system, takeover_facts, weights
 from sparkserve.checks import Check, DiskNeed, Subject
-from sparkserve.cluster import ROLES, Deployment, Node
+from sparkserve.cluster import ROLES, Deployment, Node, Role
+from sparkserve.link_checks import check_link
 from sparkserve.parameters import decide_ports
 from sparkserve.plan import Change
 from sparkserve.planning import Starting, is_warm
@@ -16,17 +17,14 @@ from sparkserve.takeover import find_ranks
 
 def judge(subject: Subject, *, starting: bool = True) -> list[Check]:
     """Apply every rule; those that only a start needs are left out where nothing is started."""
-    found = [
-        *host_checks.apply_rules(host_checks.BASICS, subject),
-        *need_checks.check_disks(subject),
-        *need_checks.check_sudo(subject),
-    ]
+    rules, gpus = host_checks.BASICS, subject.recipe.container.gpus
+    of_pair = [need_checks.check_disks, need_checks.check_sudo]
     if starting:
-        found += host_checks.apply_rules(host_checks.BEFORE_START, subject)
-        found += need_checks.check_ports(subject) + need_checks.check_api_key(subject)
-        found += pair_checks.check_same_machine(subject) + pair_checks.check_link(subject)
-        found += pair_checks.check_alike(subject) + pair_checks.check_clock(subject)
-    return found
+        rules += host_checks.BEFORE_START + (host_checks.OF_GPUS if gpus else ())
+        of_pair += [need_checks.check_ports, need_checks.check_api_key, check_link]
+        of_pair += [pair_checks.check_same_machine, pair_checks.check_alike, pair_checks.check_clock]
+    of_nodes = host_checks.apply_rules(rules, subject)
+    return of_nodes + [check for rule in of_pair for check in rule(subject)]
 
 
 def preflight(deployment: Deployment, changes: Sequence[Change], start: Starting | None) -> list[Check]:
@@ -48,7 +46,7 @@ def preflight(deployment: Deployment, changes: Sequence[Change], start: Starting
     if any("absent" not in change.before for change in created):
         # What an old pair holds comes back when it is gone; then memory is looked at again.
         found = [check for check in found if check.id != "memory"]
-    found += check_foreign_pair(deployment) if created else []
+    found += check_foreign_pair(deployment.cluster.on_both(takeover_facts.gather)) if created else []
     if start is not None and created and len(starts) == len(changes):
         specs = start.launch.specs
         kinds = deployment.cluster.on_both(lambda node: engine.look_at_sources(node, specs))
@@ -56,10 +54,8 @@ def preflight(deployment: Deployment, changes: Sequence[Change], start: Starting
     return found
 
 
-def check_foreign_pair(deployment: Deployment) -> list[Check]:
+def check_foreign_pair(facts: Mapping[Role, takeover_facts.Facts]) -> list[Check]:
     """Refuse to start beside ranks that somebody else's script started, by name."""
-    facts = deployment.cluster.on_both(takeover_facts.gather)
-    theirs = [rank for role in ROLES for rank in find_ranks(facts[role].running) if not rank.running.is_ours]
     return [
         Check(
             "containers",
@@ -69,7 +65,9 @@ def check_foreign_pair(deployment: Deployment) -> list[Check]:
             "no other pair",
             f"{rank.running.stop_hint}, or your own script's stop; `sparkserve init --from-running` writes its recipe",
         )
-        for rank in theirs
+        for found in facts.values()
+        for rank in find_ranks(found.running)
+        if not rank.running.is_ours
     ]
 
 

@@ -25,6 +25,7 @@ def seen_table(found: Setup) -> Table:
 def _seen_rows(seen: Seen) -> dict[str, str]:
     facts = seen.system
     home = facts.disks["models"]
+    free, total = (show_size(facts.memory.get(name, 0)) for name in ("MemAvailable", "MemTotal"))
     ports = {device.interface for device in seen.link.devices if device.active}
     cable = [
         f"{one.name} {', '.join(one.addresses) or 'no address'}, MTU {one.mtu}"
@@ -34,7 +35,7 @@ def _seen_rows(seen: Seen) -> dict[str, str]:
     return {
         "host": f"{facts.hostname} ({facts.user}), {facts.system}, {facts.machine}",
         "GPU": " ".join(facts.gpu or ("nvidia-smi gives no answer",)),
-        "memory": f"{show_size(facts.available)} free of {show_size(facts.memory.get('MemTotal', 0))}",
+        "memory": f"{free} free of {total}",
         "disk": f"{show_size(home.free)} free at {home.path}",
         "Docker": facts.docker.version or facts.docker.error,
         "cable": "\n".join(cable) or "no active RDMA port",

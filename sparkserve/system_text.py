@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,17 @@ _CONTAINER_ID = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class DockerFacts:
-    """The node's Docker engine; `error` is one of missing, refused, permission, timeout, failed, or empty."""
+    """The node's Docker engine; `error` is one of missing, refused, permission, timeout, failed, or empty.
+
+    `cdi` are the NVIDIA devices that it found described on the node, which it gives without a runtime of NVIDIA's.
+    """
 
     error: str
     version: str = ""
     root: str = ""
     storage: str = ""
     runtimes: tuple[str, ...] = ()
+    cdi: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,12 @@ def parse_addresses(answer: Answer) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(line.split()[0] for line in output_of(answer).splitlines() if line.strip()))
 
 
+def parse_active(answer: Answer, units: Sequence[str]) -> tuple[str, ...] | None:
+    """Read `systemctl is-active`: the units that are, whatever its exit code says of the others."""
+    words = answer["out"].split() if answer else []
+    return tuple(unit for unit, word in zip(units, words, strict=False) if word == "active") if words else None
+
+
 def container_in(group: str) -> str:
     """Find the container's id in the path of a control group; empty where it is none of a container."""
     match = _CONTAINER_ID.search(group)
@@ -132,9 +142,10 @@ def parse_docker(raw: Mapping[str, Any]) -> DockerFacts:
     if raw["status"] != 200:
         return DockerFacts("failed")
     runtimes = tuple(sorted(body.get("Runtimes") or ()))
-    return DockerFacts(
-        "", body.get("ServerVersion", ""), body.get("DockerRootDir", ""), body.get("Driver", ""), runtimes
-    )
+    found = (str(one.get("ID")) for one in body.get("DiscoveredDevices") or ())
+    cdi = tuple(name for name in found if name.startswith("nvidia.com/"))
+    version, root = body.get("ServerVersion", ""), body.get("DockerRootDir", "")
+    return DockerFacts("", version, root, body.get("Driver", ""), runtimes, cdi)
 
 
 def parse_containers(raw: Mapping[str, Any]) -> tuple[Container, ...] | None:

@@ -139,11 +139,6 @@ def pair_table(title: str, rows: Mapping[str, str]) -> Table:
     return make_table("node", title, rows=rows.items())
 
 
-def proofs_exit_code(proofs: Sequence[Any]) -> int:
-    """Give exit code 1 when a proof does not hold."""
-    return 1 if any(proof.verdict == "fail" for proof in proofs) else 0
-
-
 def proofs_table(proofs: Sequence[Any]) -> Table:
     """Show what was asked of the endpoint and what it answered."""
     rows = (

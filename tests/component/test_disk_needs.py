@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkserve import image
+from sparkserve import doctor, image
 from sparkserve.cluster import ROLES, Deployment, Node
 from sparkserve.image_facts import Facts, ImageFacts
 from sparkserve.inventory import list_items
@@ -85,6 +85,22 @@ def test_a_first_start_writes_its_caches_on_both_nodes(stage: Pair, step: str) -
     stage = Pair(replace(stage.deployment, recipe=recipe), stage.repo)
     found = needs(stage, change("head", step, 0))
     assert found == {(role, "cache", "what the first start writes"): 106 for role in ("head", "worker")}
+
+
+def test_doctor_and_start_need_the_same_room(stage: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(node: Node, deployment: Deployment) -> Facts:
+        there = ImageFacts(("a",), {}, "arm64", 90) if node.role == "head" else None
+        return Facts(there, 10**12, "/var/lib/docker", (1, 48))
+
+    monkeypatch.setattr(image, "gather", gather)
+    memory = RECIPE.memory.model_copy(update={"first_start_disk_bytes": 106})
+    update = {"memory": memory, "image": RECIPE.image.model_copy(update={"expected_bytes": 100})}
+    stage = Pair(replace(stage.deployment, recipe=RECIPE.model_copy(update=update)), stage.repo)
+    images = image.plan(stage.deployment, stage.deployment.cluster.on_both(lambda node: gather(node, stage.deployment)))
+    wanted = disk_needs(stage.deployment, [*stage.changes(), *images, change("head", "start", 0)])
+    found = doctor._find_needs(stage.deployment, ROLES, plans=True)
+    assert [need for need in found if need.size] == [need for need in wanted if need.size]
+    assert [need.size for need in wanted if need.place == "docker"] == [90, 180]
 
 
 @pytest.mark.parametrize(

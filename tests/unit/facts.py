@@ -52,6 +52,7 @@ def make_system(role: Role = "head", **changes: Any) -> SystemFacts:
         tools=dict.fromkeys(("git", "ssh", "docker", "rsync", "sudo", "nvidia-smi", HOOK), "/usr/bin/tool"),
         sudo="free",
         own_addresses=(f"192.168.1.2{ROLES.index(role)}",),
+        oom_daemons=("systemd-oomd",),
         ports={8888: PortFacts(free=True), 29551: PortFacts(free=True)},
     )  # fmt: skip
     return replace(facts, **changes)
@@ -60,7 +61,9 @@ def make_system(role: Role = "head", **changes: Any) -> SystemFacts:
 def make_link(role: Role = "head", **changes: Any) -> LinkFacts:
     address = SETTINGS[f"{role}_link"]
     cable = Interface("enp1s0f1np1", (address,), 9000, up=True, speed_mbps=200_000, networks=("10.100.8.0/24",))
-    facts = LinkFacts(address, cable.name, "", ("rocep1s0f1",), 3, 9000, 200_000, (cable,))
+    twin = replace(cable, name="enP2p1s0f1np1", addresses=("10.100.9.1",), networks=("10.100.9.0/24",))
+    hcas = ("rocep1s0f1", "roceP2p1s0f1")
+    facts = LinkFacts(address, cable.name, twin.name, hcas, 3, 9000, 200_000, (cable, twin))
     return replace(facts, **changes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,22 +12,26 @@ import pytest
 
 from sparkserve import cli
 from sparkserve.checks import Check
-from sparkserve.link import find_management, propose
-from sparkserve.link_oddities import find_oddities
+from sparkserve.link import Interface, LinkFacts, find_management, propose
 from sparkserve.link_proof import prove
 from sparkserve.operations import Cable
 from tests.fakes import FakeSession
 from tests.unit.deployments import make_pair
-from tests.unit.test_link_picture import NAMES, seen
+from tests.unit.test_link_picture import NAMES, odd, seen
 
 OK = Check("link_tcp", "head", "ok", "the worker answers on 40001", "TCP to the worker")
+UNPROVED = Check("link_tcp", "worker", "unseen", "no answer", "both ends of the cable, by a program", "wait a minute")
 LOW = Check("link_bandwidth", "head", "fail", "1.0 Gb/s to the worker", "5 Gb/s; the port says 200", "look at the MTU")
 
 
 def cable(*checks: Check, head: str = "head_port1", worker: str = "worker_port0_index5") -> Cable:
     links = seen(head, worker)
-    management = find_management(links)
-    return Cable(NAMES, links, management, find_oddities(links, management), propose(links), list(checks))
+    return Cable(NAMES, links, find_management(links), odd(links), propose(links), list(checks))
+
+
+def bare(facts: LinkFacts) -> tuple[Interface, ...]:
+    """Take the addresses from every port."""
+    return tuple(replace(item, addresses=(), networks=()) for item in facts.interfaces)
 
 
 class Story:
@@ -66,12 +71,21 @@ def test_proofs_are_told_below_the_picture(
 ) -> None:
     code, _ = run(monkeypatch, tmp_path, cable(OK, LOW), "--prove")
     assert code == 1
-    picture, odd, table = capsys.readouterr().out.split("\n\n", 1)[1].split("\n\n")
+    picture, table, advice = capsys.readouterr().out.split("\n\n", 1)[1].split("\n\n")
     assert "the cable: NCCL" in picture
-    assert odd == "  - the cable joins port 1 of the head and port 0 of the worker, which is fine"
     rows = [line.split() for line in table.splitlines()]
-    assert [row[:3] for row in rows[1:3]] == [["link_tcp", "head", "ok"], ["link_bandwidth", "head", "fail"]]
-    assert table.splitlines()[3:] == ["hint (link_bandwidth): look at the MTU"]
+    assert [row[:2] for row in rows] == [["verdict", "check"], ["fail", "link_bandwidth"], ["ok", "link_tcp"]]
+    assert advice == "link_bandwidth (head): look at the MTU\n"
+
+
+def test_what_is_odd_and_what_could_not_be_proved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = run(monkeypatch, tmp_path, cable(UNPROVED, worker="twin_link_local"), "--prove")
+    assert code == 6
+    text = capsys.readouterr().out
+    assert re.search("^could not look  link_tcp .*no answer", text, re.MULTILINE)
+    assert re.search("^warn +link_halves .*one half of the port is used", text, re.MULTILINE)
 
 
 def test_the_choice_is_told_as_lines_for_the_settings(
@@ -79,26 +93,26 @@ def test_the_choice_is_told_as_lines_for_the_settings(
 ) -> None:
     found = cable()
     unset = {role: replace(facts, address="", interface="", twin="") for role, facts in found.links.items()}
-    code, _ = run(monkeypatch, tmp_path, replace(found, links=unset))
+    code, _ = run(monkeypatch, tmp_path, replace(found, links=unset, odd=odd(unset)))
     assert code == 0
     out = capsys.readouterr().out
-    assert (
-        "SPARKSERVE_HEAD_LINK=10.100.8.1\nSPARKSERVE_WORKER_LINK=10.100.8.2\n  enp1s0f1np1 to enp1s0f0np0: both in"
-        in out
-    )
+    assert "SPARKSERVE_HEAD_LINK=10.100.8.1\nSPARKSERVE_WORKER_LINK=10.100.8.2\n" in out
+    assert "10.100.9.1 and 10.100.9.2: enP2p1s0f1np1 to enP2p1s0f0np0: both in" in out
 
 
 def test_a_cable_without_addresses_is_told_once_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = replace(cable(head="nobody"), proposals=[])
+    links = {role: replace(facts, address="", interface="") for role, facts in seen("nobody", "nobody").items()}
+    links = {role: replace(facts, interfaces=bare(facts)) for role, facts in links.items()}
+    found = Cable(NAMES, links, find_management(links), odd(links), [], [])
     assert run(monkeypatch, tmp_path, found)[0] == 3
-    assert "10.100.8.1/24 on the head and 10.100.8.2/24 on the worker" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert all(f"sudo ip address add 10.100.8.{number}/24 dev " in out for number in (1, 2))
     unknown = prove(make_pair(head=FakeSession({}), worker=FakeSession({})), {}, master_port=1)
-    assert run(monkeypatch, tmp_path, replace(found, checks=unknown), "--prove")[0] == 1
-    hints = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hint")]
+    assert run(monkeypatch, tmp_path, replace(found, odd=[], checks=unknown), "--prove")[0] == 1
+    hints = [line for line in capsys.readouterr().out.splitlines() if line.startswith("link_tcp (head, worker): ")]
     assert len(hints) == 1
-    assert "SPARKSERVE_HEAD_LINK" in hints[0]
 
 
 def test_json_has_all_of_it(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import re
 import subprocess
 import time
@@ -14,8 +16,9 @@ from typing import Any, cast
 import pytest
 from rich.table import Table
 
-from sparkserve import doctor, doctor_repair, lock, ssh_trust
+from sparkserve import cli, doctor, doctor_repair, image, link_proof, lock, ssh_trust, takeover_facts
 from sparkserve.blueprint import Seen, load_facts
+from sparkserve.check_catalog import CATALOG
 from sparkserve.checks import Check
 from sparkserve.cluster import ROLES, Cluster, Node, NodeSession, Role
 from sparkserve.doctor import Report, examine
@@ -28,10 +31,12 @@ from sparkserve.output import Mode, Output
 from sparkserve.pair_checks import Difference
 from sparkserve.parameters import secrets_to_mask
 from sparkserve.settings import Settings
+from sparkserve.takeover_facts import Facts, Running
 from tests.fakes import FakeHost
 from tests.unit.cases import case_files
 
 REFUSED = SparkserveError("ssh_unreachable", "cannot reach it", "ssh spark true", "worker", exit_code=6)
+UNKNOWN = SparkserveError("host_key_unknown", "shows a key", "", "worker", exit_code=EXIT_COULD_NOT_LOOK)
 RECORDS = case_files("doctor")
 
 
@@ -44,6 +49,8 @@ class Replay:
     def ask(self, do: str, **fields: Any) -> Any:
         if do == "hello":
             return self.raw["identity"]
+        if do == "look":
+            return {file["path"]: {"kind": "missing", "size": 0, "digest": None} for file in fields["files"]}
         assert do == "facts"
         facts = self.raw["facts"]
         found = {
@@ -51,6 +58,7 @@ class Replay:
             for name, keys in fields.items()
             if name != "timeout"
         }
+        found["docker"] = {page: facts["docker"].get(page, {"error": "failed"}) for page in fields.get("docker", ())}
         found["ports"] = {str(port): facts["ports"][str(port)] for port in fields.get("ports", ())}
         found["globs"] = {pattern: facts.get("globs", {}).get(pattern) or {} for pattern in fields.get("globs", ())}
         return {**found, "time": time.time(), "kernel": facts["kernel"], "machine": facts["machine"]}
@@ -66,7 +74,11 @@ def seen(request: pytest.FixtureRequest) -> Seen:
 
 def session_of(seen: Seen, directory: Path) -> Session:
     values = {f"SPARKSERVE_{role.upper()}_LINK": seen.nodes[role].address for role in ROLES}
-    values |= {"SPARKSERVE_WORKER": "user1@10.0.9.9", "SPARKSERVE_SUDO_PASSWORD_FILE": "/nowhere"}
+    password = directory / "state" / "sudo-password"
+    password.parent.mkdir(exist_ok=True)
+    password.write_text("a password\n")
+    password.chmod(0o600)
+    values |= {"SPARKSERVE_WORKER": "user1@10.0.9.9", "SPARKSERVE_SUDO_PASSWORD_FILE": str(password)}
     values |= {"SPARKSERVE_API_PORT": "8888", "SPARKSERVE_MASTER_PORT": "29551"}
     environment = {"XDG_STATE_HOME": str(directory / "state"), "SPARKSERVE_RECIPE": "smoke", **values}
     run = open_session("doctor", directory / ".env", environment, {}, Output(Mode.QUIET))
@@ -181,7 +193,7 @@ def test_a_record_replaces_no_file_of_others(
         examine(session, record=path)
     assert caught.value.hint == "nothing was written; name a new file"
     assert content is None or path.read_text() == content
-    assert [one.name for one in tmp_path.iterdir()] == ["mine"]
+    assert {one.name for one in tmp_path.iterdir()} == {"state", "mine"}
 
 
 def test_a_worker_that_was_not_reached_leaves_the_heads_checks_and_the_reason(
@@ -242,6 +254,7 @@ def test_what_is_wrong_comes_first_and_says_what_to_type() -> None:
     assert str(lines[-1]).startswith("1 fail, 1 could not look, 1 warn, 3 ok, in ")
     data = report_data(report)
     assert [row["hint"] for row in data["checks"] if row["verdict"] == "ok"] == ["", "", ""]
+    assert [row["why"] for row in data["checks"]] == [CATALOG[row["id"]].why for row in data["checks"]]
     assert len(data["differences"]) == 1
 
 
@@ -250,6 +263,126 @@ def test_what_is_in_order_takes_one_line_and_one_advice_for_both_nodes_is_told_o
     assert str(line).startswith("2 ok, in ")
     wrong = [check("swap", "warn", node, hint="make some") for node in ROLES]
     assert list(report_view(Report(tuple(wrong), ())))[2] == "swap (head, worker): make some"
+
+
+# -- what gives no answer ---------------------------------------------------------------------------------------------
+
+
+def silenced(seen: Seen, room: str, name: str, answer: Any) -> dict[Role, dict[str, Any]]:
+    """Let one thing on the worker give another answer."""
+    raw = {role: copy.deepcopy(seen.raw[role]) for role in ROLES}
+    raw["worker"]["facts"][room][name] = answer
+    return raw
+
+
+def test_a_node_without_ip_keeps_all_its_other_checks(
+    session: Session, seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = examine(session)
+    replayed(monkeypatch, session, silenced(seen, "commands", "ip", None))
+    report = examine(session, proves_link=True, record=tmp_path / "record")
+    found = [one for one in report.checks if one.verdict != "ok"]
+    assert [(one.id, one.node, one.verdict, one.advice) for one in found] == [
+        ("link_address", "worker", "unseen", "sudo apt-get install iproute2")
+    ]
+    lost = {(one.id, one.node) for one in whole.checks} - {(one.id, one.node) for one in report.checks}
+    assert {name for name, _ in lost} <= {name for name in CATALOG if name.startswith("link_")}
+    assert (report.exit_code, report.unseen) == (EXIT_COULD_NOT_LOOK, {})
+    assert load_facts(tmp_path / "record").nodes.keys() == {*ROLES}
+
+
+def test_a_proof_that_breaks_off_leaves_the_report(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_given: object, **_options: object) -> None:
+        raise SparkserveError("node_silent", "gave no answer to `listen`", "wait a minute", "worker", exit_code=6)
+
+    monkeypatch.setattr(link_proof, "prove", breaks)
+    report = examine(session, proves_link=True)
+    (found,) = [one for one in report.checks if one.verdict != "ok"]
+    assert (found.id, found.node, found.verdict, found.advice) == ("link_tcp", "worker", "unseen", "wait a minute")
+    assert len(report.checks) > 50
+
+
+@pytest.mark.parametrize(
+    ("page", "unseen"),
+    [("/info", {"docker", "docker_match", "containers"}), ("/images/ours:1/json", set())],
+)
+def test_an_image_that_docker_could_not_be_asked_for_is_not_absent(
+    session: Session, seen: Seen, monkeypatch: pytest.MonkeyPatch, page: str, unseen: set[str]
+) -> None:
+    known = lock.Lock(schema=1, recipe=session.recipe.name, weights=(), image=lock.LockedImage(reference=""))
+    monkeypatch.setattr(lock, "read_lock", lambda *_: known)
+    monkeypatch.setattr(image, "tag_of", lambda *_: "ours:1")
+    raw = silenced(seen, "docker", page, {"error": "timeout"})
+    raw["head"]["facts"]["docker"]["/images/ours:1/json"] = {"status": 404, "body": None}
+    if unseen:
+        raw["worker"]["facts"]["docker"] = {name: {"error": "timeout"} for name in ("/info", "/containers/json")}
+    replayed(monkeypatch, session, raw)
+    report = examine(session)
+    shown = {one.what: (one.head, one.worker) for one in report.differences}
+    assert shown["engine image"] == ("absent", "could not look")
+    assert {one.id for one in report.checks if one.verdict == "unseen"} - {"docker_runtime"} == unseen
+    assert not report.unseen
+
+
+def test_ranks_of_others_are_named_and_could_not_look_is_not_none(
+    session: Session, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ("serve", "/model", "--tp", "2", "--rank", "1")
+    theirs = Running(
+        role="worker", name="tf-worker", is_ours=False, image="x", image_id="y", digests=(), layers=(),
+        entrypoint=("tensorfold",), argv=argv, env={}, image_env={}, mounts=(), options={},
+    )  # fmt: skip
+    silent = SparkserveError("docker_unreachable", "the Docker engine gives no answer", "wait")
+
+    def gather(node: Node) -> Facts:
+        if node.role == "head":
+            raise silent
+        return Facts((theirs,), 0, 0)
+
+    monkeypatch.setattr(takeover_facts, "gather", gather)
+    wrong = [one for one in examine(session).checks if one.verdict != "ok"]
+    assert [(one.id, one.node, one.verdict) for one in wrong] == [
+        ("containers", "head", "unseen"), ("containers", "worker", "fail")
+    ]  # fmt: skip
+    assert "tf-worker runs rank 1 of " in wrong[1].observed
+    assert "init --from-running" in wrong[1].advice
+
+
+def test_a_sudo_password_file_that_is_not_there(session: Session, tmp_path: Path) -> None:
+    session.loaded = replace(
+        session.loaded, settings=session.settings.model_copy(update={"sudo_password_file": tmp_path / "none"})
+    )
+    found = [one for one in examine(session).checks if one.verdict != "ok"]
+    assert {(one.id, one.verdict) for one in found} <= {("sudo", "fail")}
+    assert found
+
+
+def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._run(["doctor", "--explain", "kernel"]) == 0
+    why, fix, whose = (line.strip() for line in capsys.readouterr().out.splitlines() if line.strip())
+    assert (why, fix) == (CATALOG["kernel"].why, CATALOG["kernel"].fix)
+    assert whose == "That is yours to do."
+    assert cli._run(["doctor", "--explain", "writable", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["data"]["safe"] is True
+    assert cli._run(["doctor", "--explain", "kernell"]) == 2
+
+
+def test_fix_looks_again_as_it_looked_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def look(_session: object, **how: Any) -> Report:
+        asked.append(how)
+        return Report((check("docker", "ok"),), (), {"worker": UNKNOWN} if len(asked) == 1 else {})
+
+    monkeypatch.setattr(doctor, "examine", look)
+    monkeypatch.setattr(ssh_trust, "meet", lambda *_: None)
+    (tmp_path / ".env").write_text("SPARKSERVE_WORKER=spark@192.168.1.22\n")
+    words = ["--env-file", str(tmp_path / ".env"), "--link", "--record", str(tmp_path / "facts"), "--fix", "--yes"]
+    assert cli._run(["doctor", *words]) == 0
+    assert asked == [{"proves_link": True, "record": tmp_path / "facts"}] * 2
+    assert "1 ok, in " in capsys.readouterr().out
 
 
 # -- a record names nobody --------------------------------------------------------------------------------------------
@@ -304,7 +437,6 @@ def test_a_sudo_rule_allows_what_tuning_runs_and_nothing_else(tmp_path: Path) ->
 def test_an_unknown_host_key_takes_a_person_whatever_was_agreed_to(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unknown = SparkserveError("host_key_unknown", "shows a key", "", "worker", exit_code=EXIT_COULD_NOT_LOOK)
     asked: list[tuple[str, str]] = []
 
     def meet(settings: object, accept: object, ask: Any) -> None:
@@ -316,9 +448,11 @@ def test_an_unknown_host_key_takes_a_person_whatever_was_agreed_to(
         return True
 
     monkeypatch.setattr(ssh_trust, "meet", meet)
-    found = doctor_repair.repair(session, Report((), (), {"worker": unknown}), lambda _: False, person)
+    reports = [Report((), (), {"worker": UNKNOWN}), Report((check("docker", "ok"),), ())]
+    left = list(reports)
+    found = doctor_repair.repair(session, lambda: left.pop(0), lambda _: False, person)
     assert asked == [("Trust it?", "it to init: --accept-host-key SHA256:abc")]
-    assert (found.unseen, found.exit_code) == ({}, 0)
+    assert found is reports[1]
 
 
 def test_a_lock_of_other_settings_keeps_nobody_from_looking(
@@ -366,7 +500,7 @@ def test_nothing_is_done_that_nobody_agreed_to(session: Session) -> None:
         asked.append(question)
         return False
 
-    assert doctor_repair.repair(session, wrong, refuse, lambda *_: False) is wrong
+    assert doctor_repair.repair(session, lambda: wrong, refuse, lambda *_: False) is wrong
     assert asked == [
         "head: sudo install -d -o anna /data?",
         "worker: write a rule for /etc/sudoers.d to a file on the head, for you to read?",

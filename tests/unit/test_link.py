@@ -9,7 +9,7 @@ import pytest
 from sparkserve.checks import Check, Subject
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
 from sparkserve.link import LinkFacts, parse
-from sparkserve.pair_checks import check_link
+from sparkserve.link_checks import check_link
 from sparkserve.recipe_source import load_recipe
 from sparkserve.settings import Settings
 from tests.unit.cases import CASES, case_files, read_case
@@ -56,20 +56,24 @@ def failed(head: LinkFacts, worker: LinkFacts, *, rdma: bool = True) -> dict[tup
     return {(check.id, check.node): check for check in check_link(subject) if check.verdict == "fail"}
 
 
+OVER_WIFI = {("link_kind", "worker"), ("link_network", ""), ("link_mtu", "")}
+
+
 def test_a_crossed_pair_is_well() -> None:
     assert failed(facts("head_port1"), facts("worker_port0_index5")) == {}
 
 
 def test_what_cannot_do_rdma_is_named_only_where_it_is_wanted() -> None:
     found = failed(facts("head_port1"), facts("wifi"), rdma=True)
-    assert set(found) == {("link_rdma", "worker"), ("link_mtu", "")}
+    assert set(found) == {("link_rdma", "worker"), *OVER_WIFI}
     assert "wlP9s9" in found["link_rdma", "worker"].observed
     assert failed(facts("no_rdma"), facts("worker_port0_index5"), rdma=False) == {}
 
 
 def test_an_mtu_that_differs() -> None:
-    (check,) = failed(facts("head_port1"), facts("wifi"), rdma=False).values()
-    assert (check.id, check.observed) == ("link_mtu", "MTU: head 9000, worker 1500")
+    found = failed(facts("head_port1"), facts("wifi"), rdma=False)
+    assert found.keys() == OVER_WIFI
+    assert found["link_mtu", ""].observed == "MTU: head 9000, worker 1500"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +83,7 @@ def test_no_interface_tells_the_choice(name: str, observed: str) -> None:
     check = failed(facts(name), facts("worker_port0_index5"))["link_address", "head"]
     assert check.observed == observed
     assert check.advice == (
-        "write to .env (both in 10.100.8.0/24, RDMA on both, 200 Gb/s, MTU 9000):\n"
+        "write to .env (enp1s0f1np1 to enp1s0f0np0: both in 10.100.8.0/24, RDMA on both, 200 Gb/s, MTU 9000):\n"
         "SPARKSERVE_HEAD_LINK=10.100.8.1\nSPARKSERVE_WORKER_LINK=10.100.8.2"
     )
 

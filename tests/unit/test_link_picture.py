@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
+from sparkserve.checks import Check, Subject
 from sparkserve.cluster import Role
-from sparkserve.link import Interface, LinkFacts, Management, find_management, parse
-from sparkserve.link_oddities import find_oddities
+from sparkserve.doctor_tables import checks_view
+from sparkserve.link import LinkFacts, find_management, parse
+from sparkserve.link_checks import check_link
 from sparkserve.link_picture import draw, port_name
 from tests.unit.cases import CASES, ROOT
+from tests.unit.facts import make_subject
 
 GOLDEN = ROOT / "tests" / "golden" / "link"
 UPDATE = "UPDATE_GOLDEN=1 python -m pytest tests/unit/test_link_picture.py"
@@ -45,10 +50,20 @@ def seen(head: str, worker: str) -> dict[Role, LinkFacts]:
     return found
 
 
+def odd(links: dict[Role, LinkFacts]) -> list[Check]:
+    subject = make_subject()
+    return [
+        check for check in check_link(Subject(subject.settings, subject.recipe, {}, links)) if check.verdict != "ok"
+    ]
+
+
 def told(links: dict[Role, LinkFacts], *, plain: bool = False) -> str:
-    management = find_management(links)
-    lines = [f"  - {line}" for line in find_oddities(links, management)]
-    return "\n".join([draw(NAMES, links, management, plain=plain), "", *lines, ""])
+    """Give what a terminal of 120 columns shows."""
+    console = Console(file=io.StringIO(), width=120, emoji=False)
+    for part in checks_view(odd(links)):
+        console.print(part, soft_wrap=isinstance(part, str))
+    below = [line.rstrip() for line in console.file.getvalue().rstrip().splitlines()]  # type: ignore[attr-defined]
+    return "\n".join([draw(NAMES, links, find_management(links), plain=plain), *([""] * bool(below)), *below, ""])
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -111,40 +126,3 @@ def test_a_terminal_of_any_width_shows_all_of_it(name: str, width: int) -> None:
 )
 def test_the_port_of_an_interface(interface: str, port: str) -> None:
     assert port_name(interface) == port
-
-
-def odd(**changes: object) -> str:
-    links = seen("head_port1", "worker_port0_index5")
-    links["head"] = replace(links["head"], **changes)  # type: ignore[arg-type]
-    return "\n".join(find_oddities(links, find_management(links)))
-
-
-OWN = Interface("enp1s0f1np1", ("10.100.8.1",), 9000, up=True, speed_mbps=200_000, networks=("10.100.8.0/24",))
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"mtu": 1500}, "the MTU is 1500 on the head and 9000 on the worker"),
-        ({"mtu": 1500}, "head: MTU 1500; 9000 moves more"),
-        ({"speed_mbps": 1000}, "the head says 1 Gb/s and the worker 200"),
-        ({"default_routes": ("enp1s0f1np1",)}, "head: the default route goes over the cable"),
-        ({"address": "169.254.3.4"}, "head: 169.254.3.4 is link-local"),
-        ({"gid_index": None}, "head: enp1s0f1np1 has no RoCE v2 GID of 10.100.8.1"),
-        ({"hcas": ("rocep1s0f1",), "twin": ""}, "one half of the port is used, which is half of its rate: the other"),
-        ({"hcas": ("rocep1s0f1",)}, "half of its rate: enP2p1s0f1np1 has no GID at the same index"),
-        ({"address": "10.100.8.2"}, "both link addresses are the same"),
-        ({"interfaces": (replace(OWN, networks=("10.9.0.0/16",)),), "twin": ""}, "are in different networks"),
-        ({"interfaces": (OWN, replace(OWN, name="enP7s7")), "twin": ""}, "enP7s7 is in the network of enp1s0f1np1"),
-        ({"interface": "", "address": ""}, "head: its link address is not set"),
-    ],
-)  # fmt: skip
-def test_what_is_odd(changes: dict[str, object], expected: str) -> None:
-    assert expected in odd(**changes)
-    assert expected not in odd()
-
-
-def test_ssh_over_the_cable() -> None:
-    links = seen("head_port1", "worker_port0_index5")
-    home = Management("enp1s0f1np1", "10.100.8.1")
-    assert "head: SSH goes over the cable as well" in find_oddities(links, {**find_management(links), "head": home})

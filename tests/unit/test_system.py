@@ -80,7 +80,7 @@ def test_filesystem(case: dict[str, Any]) -> None:
 @rows("docker")
 def test_docker(case: dict[str, Any]) -> None:
     *words, runtimes = case["facts"]
-    assert astuple(system_text.parse_docker(case["raw"])) == (*words, tuple(runtimes))
+    assert astuple(system_text.parse_docker(case["raw"])) == (*words, tuple(runtimes), ())
 
 
 @rows("containers")
@@ -121,7 +121,8 @@ def test_gpu(case: dict[str, Any]) -> None:
 @rows("sudo")
 def test_sudo(case: dict[str, Any]) -> None:
     identity = {**IDENTITY, "uid": case["uid"]}
-    assert parse(raw_facts(commands={"sudo": case["answer"]}), identity, {}).sudo == case["mode"]
+    raw = raw_facts(commands={"sudo": case["answer"]}, tools={"sudo": case["tool"]})
+    assert parse(raw, identity, {}).sudo == case["mode"]
 
 
 @pytest.mark.parametrize(
@@ -130,12 +131,17 @@ def test_sudo(case: dict[str, Any]) -> None:
         ("nvidia docker", "docker:x:999:nvidia", 1000, (True, True)),
         ("nvidia", "docker:x:999:other,nvidia", 1000, (False, True)),
         ("nvidia", "docker:x:999:nvidia2", 1000, (False, False)),
-        ("nvidia", "", 1000, (False, False)),
+        ("nvidia", "\n", 1000, (False, False)),
         ("root", "docker:x:999:", 0, (True, False)),
+        (None, "docker:x:999:nvidia", 1000, (None, True)),
+        ("nvidia", None, 1000, (False, None)),
     ],
 )
-def test_the_docker_group(groups: str, listed: str, uid: int, counts: tuple[bool, bool]) -> None:
-    commands = {**raw_facts()["commands"], "groups": answered(groups), "docker_group": answered(listed)}
+def test_the_docker_group(
+    groups: str | None, listed: str | None, uid: int, counts: tuple[bool | None, bool | None]
+) -> None:
+    answers = {"groups": groups, "docker_group": listed}
+    commands = {**raw_facts()["commands"], **{name: text and answered(text) for name, text in answers.items()}}
     found = parse(raw_facts(commands=commands), {**IDENTITY, "uid": uid}, {})
     assert (found.in_docker_group, found.docker_member) == counts
 
@@ -143,7 +149,7 @@ def test_the_docker_group(groups: str, listed: str, uid: int, counts: tuple[bool
 def test_facts() -> None:
     found = facts()
     assert (found.hostname, found.user, found.system) == ("spark-1", "nvidia", "Ubuntu 24.04.3 LTS")
-    assert (found.available, found.swap_used, found.uptime) == (120000000 * 1024, 0, 86400.12)
+    assert (found.memory["MemAvailable"], found.swap_used, found.uptime) == (120000000 * 1024, 0, 86400.12)
     assert (found.kernel_options, found.disks["models"].filesystem) == ("quiet kho=off", "ext4")
     assert found.ports == {8000: PortFacts(free=True), 8001: PortFacts(free=True)}
     assert (found.serves, found.gives_gpus) == (False, False)
@@ -151,7 +157,7 @@ def test_facts() -> None:
 
 def test_what_could_not_be_read_stays_empty() -> None:
     found = facts(files={}, commands={"sudo": None})
-    assert (found.system, found.memory, found.available, found.swap_used) == ("", {}, 0, None)
+    assert (found.system, found.memory, found.swap_used) == ("", {}, None)
     assert (found.large_free, found.gpu_processes, found.containers, found.own_addresses) == (None, None, None, None)
     assert parse_disk("/m", {"error": "Permission denied"}).error == "Permission denied"
 
@@ -187,6 +193,42 @@ def test_who_holds_a_port(line: str, containers: list[dict[str, Any]], holder: s
 def test_a_holder_that_is_not_to_be_seen() -> None:
     found = facts(ports={"8000": HELD}).ports[8000]
     assert (found.free, HELD in found.holder) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("listeners", "containers", "free"),
+    [
+        (answered(""), [], True),
+        (None, [], None),
+        (answered("LISTEN 0 9 0.0.0.0:80 0.0.0.0:*\n"), [], False),
+        (None, [{**WEB, "Ports": [{"PublicPort": 80}]}], False),
+    ],
+)
+def test_a_port_that_this_account_may_not_try(listeners: Any, containers: Any, free: bool | None) -> None:
+    docker = {"/info": {"error": "x"}, "/containers/json": {"status": 200, "body": containers}}
+    commands = {**raw_facts()["commands"], "listeners": listeners}
+    assert facts(commands=commands, docker=docker, ports={"80": "Permission denied"}).ports[80].free is free
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (answered("active\ninactive\n", 3), ("systemd-oomd",)),
+        (answered("active\nactive\n"), ("systemd-oomd", "earlyoom")),
+        (answered("inactive\nunknown\n", 4), ()),
+        (answered("", 1), None),
+        (None, None),
+    ],
+)
+def test_daemons_that_end_processes(answer: Any, found: tuple[str, ...] | None) -> None:
+    assert facts(commands={**raw_facts()["commands"], "oom_daemons": answer}).oom_daemons == found
+
+
+def test_a_gpu_that_docker_found_described() -> None:
+    devices = [{"Source": "cdi", "ID": "nvidia.com/gpu=all"}, {"Source": "cdi", "ID": "vendor.com/net=0"}]
+    info = {"status": 200, "body": {"ServerVersion": "28.4", "Runtimes": {"runc": {}}, "DiscoveredDevices": devices}}
+    found = facts(docker={"/info": info})
+    assert (found.docker.cdi, found.gives_gpus) == (("nvidia.com/gpu=all",), True)
 
 
 def test_a_process_on_the_gpu_is_found_in_its_container() -> None:
