@@ -14,6 +14,7 @@ import pytest
 from sparkserve.blueprint import load_facts
 from tests.e2e.refusal import MODELS, connections, look
 from tests.e2e.test_bad_input import known_hosts, squatter
+from tests.e2e.test_init import strict_ssh, type_to
 from tests.lab.node import LabNode
 from tests.lab.nodes import Lab
 from tests.lab.pair import HOME, SOURCE, TOKEN, Pair
@@ -21,7 +22,16 @@ from tests.lab.pair import HOME, SOURCE, TOKEN, Pair
 pytestmark = pytest.mark.lab
 RECIPE = f"{HOME}/recipes/lab"
 ROLES = ("head", "worker")
-PAIRED = {"clock", "same_machine", "driver_match", "kernel_match", "docker_match", "link_mtu", "link_same"}
+PAIRED = {
+    "clock",
+    "same_machine",
+    "driver_match",
+    "kernel_match",
+    "docker_match",
+    "link_mtu",
+    "link_network",
+    "link_same",
+}
 
 
 def examined(pair: Pair, *words: str) -> dict[str, Any]:
@@ -157,7 +167,9 @@ def test_a_start_goes_on_although_a_check_fails_and_remembers_it(prepared: Pair)
     assert (unknown["exit_code"], "did you mean memory?" in unknown["errors"][0]["message"]) == (2, True)
     answer = prepared.sparkserve("start", "--skip-check", "memory")
     assert answer.returncode == 0, answer.stderr
-    assert "warning: check memory (skipped), worker: 112.6 GB (104.9 GiB)" in answer.stderr.decode()
+    (told_of,) = [line for line in answer.stderr.decode().splitlines() if "check memory (skipped), worker" in line]
+    assert "112.6 GB (104.9 GiB)" in told_of
+    assert told_of.endswith("; close other programs: `ps aux --sort=-rss | head` shows the largest")
     run = prepared.ask("history")["data"]["runs"][0]["run"]
     record = json.loads((prepared.head.root / f"{HOME[1:]}/.local/state/sparkserve/runs/{run}/record.json").read_text())
     assert record["decided"]["skipped checks"] == "memory"
@@ -235,6 +247,33 @@ def swapped(node: LabNode) -> Iterator[None]:
         file.write_text(kept)
 
 
+# Clock and kernel are the machine's own: the node's python3 tells of others, as far as our program asks.
+CLOCK = "import time; now = time.time; time.time = lambda: now() + 600"
+KERNEL = "import platform; platform.release = lambda: '7.0.0-1019-nvidia'"
+WRAPPER = """#!/bin/sh
+[ "$1 $2" = "-I -c" ] && exec /usr/bin/python3 -I -c "{patch}
+$3"
+exec /usr/bin/python3 "$@"
+"""
+
+
+@contextmanager
+def patched(node: LabNode, patch: str) -> Iterator[None]:
+    """Let the node's python3 begin with some lines of ours."""
+    path = "/usr/local/bin/python3"
+    node.run(["install", "-m", "755", "/dev/stdin", path], user="root", stdin=WRAPPER.format(patch=patch).encode())
+    try:
+        yield
+    finally:
+        node.run(["rm", path], user="root")
+
+
+@contextmanager
+def with_its_sign(node: LabNode) -> Iterator[None]:
+    with patched(node, KERNEL), memory(node, CmaFree=900_000):
+        yield
+
+
 @contextmanager
 def no_docker_group(node: LabNode) -> Iterator[None]:
     """Take the owner out of the group; sessions that begin now are no members."""
@@ -285,6 +324,10 @@ FAULTS = [
     Fault(lambda node: memory(node, MemFree=3_000_000), "page_cache", "warn", "3.1 GB (2.9 GiB) free"),
     Fault(lambda node: memory(node, MemAvailable=90_000_000), "memory", "fail", "92.2 GB (85.8 GiB)"),
     Fault(lambda node: memory(node, SwapTotal=0), "swap", "warn", "no swap"),
+    Fault(lambda node: planted(node, "systemctl.out", "active\nactive\n"), "oom_daemons", "warn", "oomd and earlyoom"),
+    Fault(lambda node: patched(node, CLOCK), "clock", "warn", "s ahead"),
+    Fault(lambda node: patched(node, KERNEL), "kernel", "warn", "RDMA was seen to fail", frozenset({"kernel_match"})),
+    Fault(with_its_sign, "kernel", "fail", "is more than CmaTotal", frozenset({"kernel_match"})),
     Fault(swapped, "swap", "warn", "9.2 GB (8.6 GiB) of"),
     Fault(lambda node: models_on(node, "size=1m,uid=1000"), "disk", "fail", "1.0 MB free"),
     Fault(lambda node: models_on(node, "size=9g,nr_inodes=200,uid=1000"), "disk", "fail", "inodes"),
@@ -309,13 +352,28 @@ def test_one_thing_that_is_broken(pair: Pair, fault: Fault, role: str) -> None:
         pair.forget_everything()  # or nothing would have to be written
     with fault.breaks(getattr(pair, role)):
         answer = pair.ask("doctor")
-    found = told(answer, fault.name, role)
+    found = told(answer, fault.name, "" if fault.name in PAIRED else role)
     assert (found["verdict"], fault.words in found["observed"]) == (fault.verdict, True), found
-    assert bool(found["hint"]) or fault.verdict in ("ok", "unseen")
+    assert bool(found["hint"]) is (fault.verdict != "ok")
+    assert found["why"]
     wrong = [check for check in answer["data"]["checks"] if check["verdict"] != "ok"]
     assert {check["id"] for check in wrong} - fault.more == ({fault.name} if fault.verdict != "ok" else set())
     assert {check["node"] for check in wrong} <= {role, ""}
     assert answer["exit_code"] == {"ok": 0, "warn": 0, "fail": 1, "unseen": 6}[fault.verdict]
+
+
+@pytest.mark.faults
+def test_a_hostname_on_loopback_beside_a_recipe_that_pins_no_interface(pair: Pair) -> None:
+    assert pair.ask("recipes", "new", "open")["exit_code"] == 0
+    try:
+        pair.head.run(["sed", "-i", "/_SOCKET_IFNAME\\|VLLM_HOST_IP/d", "open/recipe.toml"])
+        answer = pair.ask("doctor", "--recipe", "./open")
+    finally:
+        pair.head.run(["rm", "-r", "open"])
+    assert verdicts(answer, "hostname") == {"head": "warn", "worker": "warn"}
+    found = told(answer, "hostname", "worker")
+    assert "resolves to 127.0.1.1" in found["observed"]
+    assert "NCCL_SOCKET_IFNAME" in found["hint"]
 
 
 # -- a worker that cannot be looked at --------------------------------------------------------------------------------
@@ -341,8 +399,23 @@ def frozen_sshd(pair: Pair) -> Iterator[None]:
 
 @contextmanager
 def only_a_password(pair: Pair) -> Iterator[None]:
+    """Let sshd ask for the password, and know no key."""
+    config = "/etc/ssh/sshd_config"
+    edit = ["sed", "-i", "/^PasswordAuthentication/s/no/yes/;/^KbdInteractive/s/no/yes/", config]
     with moved(pair.worker, f"{HOME}/.ssh/authorized_keys"):
-        yield
+        pair.worker.run(["cp", config, f"{config}.kept"], user="root")
+        pair.worker.run(edit, user="root")
+        restart_sshd(pair)
+        try:
+            yield
+        finally:
+            pair.worker.run(["mv", f"{config}.kept", config], user="root")
+            restart_sshd(pair)
+
+
+def restart_sshd(pair: Pair) -> None:
+    pair.worker.stop_sshd()
+    pair.worker.start_sshd()
 
 
 @contextmanager
@@ -414,6 +487,17 @@ def test_the_worker_is_the_head_under_another_name(pair: Pair) -> None:
 
 
 # -- what it may put right --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.faults
+def test_a_host_key_is_trusted_by_a_person_and_the_worker_then_looked_at(pair: Pair) -> None:
+    with known_hosts(pair, ""):
+        code, screen = type_to(pair, "y\n", "doctor", "--fix", "--yes", "--all")
+        trusted = strict_ssh(pair)
+    assert code == 0, screen
+    assert screen.count("Trust this key from now on") == 1
+    assert trusted == b"well\n"
+    assert f"{pair.worker.link_interface} owns {pair.worker.link_address}" in screen
 
 
 @pytest.mark.faults

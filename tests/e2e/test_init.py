@@ -83,7 +83,7 @@ def test_from_nothing_with_the_address_alone(new: Pair, shown: str) -> None:
     assert screen.count(shown) == 1
     assert written(new) == expected(new, address)
     assert strict_ssh(new) == b"well\n"
-    for text in (new.head.hostname, new.worker.hostname, "NVIDIA GB10", new.head.link_interface, "doctor: "):
+    for text in (new.head.hostname, new.worker.hostname, "NVIDIA GB10", new.head.link_interface, " ok, in "):
         assert text in screen
     assert new.ask("config")["exit_code"] == 0
     code, screen = type_to(new, "", "init", *RECIPE, "--yes", "--force")

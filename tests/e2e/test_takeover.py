@@ -172,6 +172,8 @@ def test_a_pair_of_theirs_becomes_ours_with_nothing_copied(theirs: Pair) -> None
     files = [listing(node) for node in theirs.lab.nodes]
     theirs.hub.state.log.clear()
     worker = f"spark@{theirs.worker.management_address}"
+    check_up(theirs, worker)
+    assert [essence(node, name) for node, name in zip(theirs.lab.nodes, NAMES, strict=True)] == before
     answers = [theirs.sparkserve("init", worker, "--from-running", "--yes")]
     assert answers[0].returncode == 0, answers[0].stderr.decode()
 
@@ -209,6 +211,21 @@ def test_a_pair_of_theirs_becomes_ours_with_nothing_copied(theirs: Pair) -> None
     theirs_up(theirs)
     assert [essence(node, name) for node, name in zip(theirs.lab.nodes, NAMES, strict=True)] == before
     check_secret(theirs, [answer.stdout + answer.stderr for answer in answers])
+
+
+def check_up(pair: Pair, worker: str) -> None:
+    """Look at both nodes without any settings: both ranks are named, and nothing is measured beside them."""
+    found = pair.ask("doctor", worker, "--link")
+    ranks = [check for check in found["data"]["checks"] if "runs rank" in check["observed"]]
+    assert [(check["id"], check["node"], check["verdict"]) for check in ranks] == [
+        ("containers", "head", "fail"),
+        ("containers", "worker", "fail"),
+    ]
+    assert all("`sparkserve init --from-running`" in check["hint"] for check in ranks)
+    (left_out,) = [check for check in found["data"]["checks"] if check["id"] == "link_bandwidth"]
+    assert (left_out["verdict"], "tf-head, tf-worker may use the cable" in left_out["observed"]) == ("unseen", True)
+    assert served(pair) == ["their-model"]
+    assert pair.head.run(["ls", ".env", "sparkserve"], check=False).stdout == b""
 
 
 def test_an_engine_beside_a_sleeping_main_process(fetched: Pair) -> None:
