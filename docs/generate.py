@@ -123,7 +123,8 @@ def configuration() -> str:
         "Settings",
         "A value comes from the first of: the command's own option, the environment, `.env`, the recipe, the default."
         " The name is the same in `.env` and in the environment. `sparkserve config` shows every value and its source.",
-        "A line of `.env` is `NAME=value`. Quotes and a leading `export` are taken; nothing is expanded or run. An"
+        "A line of `.env` is `NAME=value`. Quotes and a leading `export` are taken; nothing is expanded or run. Blanks"
+        " around a value are dropped outside of quotes; no setting takes one that quotes or the environment keep. An"
         " unknown name is an error. Where no default is given, the recipe decides, or the setting is off.",
         _table(("Name", "What it is", "Default", "Example"), rows),
     )

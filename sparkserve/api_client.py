@@ -11,10 +11,11 @@ from pathlib import Path
 from shlex import quote
 
 from sparkserve import link
+from sparkserve.addresses import is_loopback
 from sparkserve.cluster import Node
 from sparkserve.errors import usage_error
 from sparkserve.hosts import LocalHost
-from sparkserve.parameters import LOOPBACK, api_address, decide_parameters, decide_ports, read_api_key
+from sparkserve.parameters import api_address, decide_parameters, decide_ports, read_api_key
 from sparkserve.recipe import Recipe
 from sparkserve.settings import Settings
 
@@ -42,7 +43,7 @@ def describe_access(settings: Settings, recipe: Recipe, user: str, addresses: tu
     read_api_key(settings)  # or nobody could use what is shown
     key_file = Path.cwd() / settings.api_key_file.expanduser() if settings.api_key_file else None
     host = addresses[0] if addresses else "HEAD"
-    is_local = settings.api_host.startswith(LOOPBACK)
+    is_local = is_loopback(settings.api_host)
     open_to = addresses if ipaddress.ip_address(settings.api_host).is_unspecified else (settings.api_host,)
     target = f"[{settings.api_host}]" if ":" in settings.api_host else settings.api_host
     return Access(

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 from pydantic import SecretStr
 
+from sparkserve.addresses import is_loopback
 from sparkserve.errors import Failures, SparkserveError, usage_error
 from sparkserve.recipe import Parameters, Ports, Recipe
 from sparkserve.settings import Settings, parse_env, read_private, read_secret, variable_name
 
 _CHANGEABLE = ("model_name", "context", "requests", "drafts", "thinking")
-LOOPBACK = ("127.", "::1")
 
 
 def decide_parameters(settings: Settings, recipe: Recipe) -> Parameters:
@@ -82,7 +82,7 @@ def api_address(settings: Settings, recipe: Recipe) -> str:
 
 def check_exposure(settings: Settings, recipe: Recipe) -> None:
     """Refuse an API that others can reach without a key, and a key that the engine could not be given."""
-    if not (settings.api_key_file or settings.api_open or settings.api_host.startswith(LOOPBACK)):
+    if not (settings.api_key_file or settings.api_open or is_loopback(settings.api_host)):
         raise usage_error(
             "api_open",
             f"the API would listen on {settings.api_host} without a key",

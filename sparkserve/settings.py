@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import os
 import re
 import shlex
@@ -14,8 +13,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
+from sparkserve.addresses import can_be_peer, check_worker_name, read_address
 from sparkserve.errors import Failures, SparkserveError, usage_error
-from sparkserve.worker_name import check_worker_name
 
 PREFIX = "SPARKSERVE_"
 FOREIGN_NAMES = ("HF_TOKEN", "HF_ENDPOINT")
@@ -46,7 +45,7 @@ Rate = Annotated[int, BeforeValidator(_parse_rate)]
 class Settings(BaseModel):
     """What the owner of the pair decides; a field that is None leaves the decision to the recipe."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, str_strip_whitespace=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     worker: str = Field(
         "", description="The worker as ssh reaches it: address, name, alias of ~/.ssh/config or user@address"
@@ -105,26 +104,29 @@ class Settings(BaseModel):
     hf_token: SecretStr | None = Field(None, description="Hugging Face token, sent to the hub's own host only")
     hf_endpoint: str = Field("https://huggingface.co", description="The hub, or a mirror of it")
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _has_no_blank_ends(cls, value: object) -> object:
+        # Outside of quotes `.env` has none; what quotes or the environment keep is meant, and no setting takes it.
+        if isinstance(value, str) and value != value.strip():
+            raise ValueError("should neither begin nor end with a blank")
+        return value
+
     @field_validator("head_link", "worker_link")
     @classmethod
     def _is_link_address(cls, value: str) -> str:
-        if not value:
-            return value
-        try:
-            address = ipaddress.IPv4Address(value)
-        except ValueError as error:
-            raise ValueError("should be an IPv4 address") from error
-        if address.is_loopback or address.is_unspecified or address.is_multicast:
+        address = read_address(value)
+        if value and (address is None or address.version != 4):
+            raise ValueError("should be an IPv4 address")
+        if address and not can_be_peer(address):
             raise ValueError("should be the address of the cable's interface, not loopback")
         return value
 
     @field_validator("api_host")
     @classmethod
     def _is_bind_address(cls, value: str) -> str:
-        try:
-            ipaddress.ip_address(value)
-        except ValueError as error:
-            raise ValueError("should be an IP address, such as 127.0.0.1 or 0.0.0.0") from error
+        if read_address(value) is None:
+            raise ValueError("should be an IP address, such as 127.0.0.1 or 0.0.0.0")
         return value
 
     @field_validator("worker")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import ipaddress
 import os
 import socket
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sparkserve.addresses import is_loopback
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError, usage_error
 from sparkserve.settings import Settings
 from sparkserve.ssh import (
@@ -81,7 +81,7 @@ def _is_this_machine(target: SshTarget) -> bool:
             probe.bind(place)
     except OSError:  # another machine's address, or a name that nobody knows
         return False
-    return target.port == 22 or not ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback
+    return target.port == 22 or not is_loopback(str(place[0]))
 
 
 def _fetch(target: SshTarget) -> paramiko.PKey:
@@ -138,12 +138,11 @@ def meet(settings: Settings, accept: str | None, ask: Callable[[str, str], bool]
     key = offered_key(settings)
     if key is None:
         return None
-    hint = "compare it on the worker's own screen; a key that nobody can explain may be another machine's"
-    if accept is not None and accept != key.fingerprint:
-        message = f"{key.address} shows the {key.kind} key {key.fingerprint}, not {accept}; nothing was written"
-        raise SparkserveError("host_key_refused", message, hint, "worker", exit_code=EXIT_COULD_NOT_LOOK)
-    if accept is None and not ask(key.question, f"--accept-host-key {key.fingerprint}"):
-        message = f"the {key.kind} key {key.fingerprint} of {key.address} is not trusted; nothing was written"
+    is_right = accept == key.fingerprint if accept else ask(key.question, f"--accept-host-key {key.fingerprint}")
+    if not is_right:
+        wrong = f"is not {accept}" if accept else "is not trusted"
+        message = f"the {key.kind} key {key.fingerprint} of {key.address} {wrong}; nothing was written"
+        hint = "compare it on the worker's own screen; a key that nobody can explain may be another machine's"
         raise SparkserveError("host_key_refused", message, hint, "worker", exit_code=EXIT_COULD_NOT_LOOK)
     trust(key)
     return key

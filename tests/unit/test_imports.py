@@ -20,7 +20,7 @@ PROGRAMS = [path for path in MODULES if path.stem.endswith("_program")]
 # From the bottom up: each may import those before it only.
 CORE = (
     "errors",
-    "worker_name",
+    "addresses",
     "settings",
     "manifest",
     "state_file",
