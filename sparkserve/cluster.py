@@ -64,6 +64,7 @@ class NodeSession:
         self._next = 0
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
         self._ended = False
+        self.on_answer: Callable[[str, Any], None] = lambda _do, _result: None
         try:
             self._send(b"".join(text for _, text in parts))
         except SparkserveError:
@@ -127,6 +128,7 @@ class NodeSession:
         self._answers.pop(number)
         if "error" in message:
             raise node_error(self._host.name, do, message["error"])
+        self.on_answer(do, message["result"])
         return message["result"]
 
     def _end_error(self) -> SparkserveError:

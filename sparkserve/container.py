@@ -66,6 +66,11 @@ class LinkPlace(Protocol):
         ...
 
 
+def is_ours(labels: Mapping[str, str] | None) -> bool:
+    """Whether a container with these labels is one of ours."""
+    return (labels or {}).get(OWNER_LABEL) == OWNER
+
+
 @dataclass(frozen=True)
 class BindMount:
     """A file or directory of the node inside the container."""

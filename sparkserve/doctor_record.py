@@ -3,49 +3,52 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from sparkserve.addresses import read_address
 from sparkserve.blueprint import Place, Seen, save_facts
-from sparkserve.cluster import Deployment, Node, NodeSession, Role
-from sparkserve.container import OWNER, OWNER_LABEL
+from sparkserve.cluster import Deployment, Node, Role
+from sparkserve.container import OWNER, OWNER_LABEL, is_ours
 from sparkserve.hosts import mask
 from sparkserve.parameters import secrets_to_mask
+from sparkserve.system_text import output_of
 
 _MOUNTS = "/proc/mounts"
 _INFO = ("ServerVersion", "DockerRootDir", "Driver", "Runtimes", "DiscoveredDevices")
-_MAC = re.compile(r"\b(?:[0-9a-f]{2}:){5}[0-9a-f]{2}\b", re.IGNORECASE)
-_UUID = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", re.IGNORECASE)
+# MAC addresses, names of interfaces and RDMA devices that are made of one, and UUIDs.
+_SERIAL = re.compile(
+    r"\b(?:[0-9a-f]{2}:){5}[0-9a-f]{2}\b"
+    r"|(?<=\b(?:en|wl|ww|ib)x)[0-9a-f]{12,16}\b|(?<=\brocex)[0-9a-f]{12,16}\b"
+    r"|\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b",
+    re.IGNORECASE,
+)
+# Keys that no owner names: the words of a record, and the kernel's paths.
+_OURS = re.compile(r"[^/]|/(proc|sys|etc)/")
 _IPV4 = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.]*\.\d)")
 _IPV6 = re.compile(r"(?<![\w:])[0-9a-f:]*:[0-9a-f:]*:[0-9a-f:]*(?![\w:.])", re.IGNORECASE)
 # Names that many machines have say nothing of anybody, and are words of the facts themselves.
-_EVERYBODY = {"", "root", "nvidia", "ubuntu", "docker", "localhost"}
+_EVERYBODY = {"", "root", "nvidia", "ubuntu", "debian", "docker", "localhost", "sudo", "users"}
 
 
 class Recorder:
-    """Stands between us and a node's program and keeps the raw facts that it gave, as far as a check reads them."""
+    """Keeps the raw facts that a node's program gives from now on, as far as a check reads them."""
 
     def __init__(self, node: Node) -> None:
-        self._node, self._session = node, node.session
+        self._node = node
         self.facts: dict[str, Any] = {}
-        node.__dict__["session"] = cast("NodeSession", self)
+        node.session.on_answer = self._keep
 
-    def ask(self, do: str, **fields: Any) -> Any:  # noqa: ANN401 - the JSON answer
-        """Pass a request on."""
-        found = self._session.ask(do, **fields)
+    def _keep(self, do: str, found: Mapping[str, Any]) -> None:
         for name, value in found.items() if do == "facts" else ():
             if isinstance(value, dict):
                 self.facts.setdefault(name, {}).update(_shorten(name, value))
             else:
                 self.facts[name] = value
-        return found
-
-    def close(self) -> None:
-        """End the node's program."""
-        self._session.close()
 
     @property
     def raw(self) -> dict[str, Any]:
@@ -75,7 +78,7 @@ def _shorten(name: str, answers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _container(row: Mapping[str, Any], number: int) -> dict[str, Any]:
-    ours = (row.get("Labels") or {}).get(OWNER_LABEL) == OWNER
+    ours = is_ours(row.get("Labels"))
     return {
         "Id": row["Id"],
         "Names": row["Names"] if ours else [f"/container-{number}"],
@@ -93,56 +96,67 @@ def write_record(
     raw = {role: recorders[role].raw for role in places}
     seen = Seen(seconds=time.time(), nodes=dict(places), raw=raw)
     text = mask(seen.model_dump_json(), secrets_to_mask(deployment.settings))
-    words = _names(raw, deployment.settings.worker)
-    save_facts(path, Seen.model_validate_json(anonymize(text, words)))
+    shown = anonymize(json.loads(text), _names(raw, deployment.settings.worker))
+    save_facts(path, Seen.model_validate(shown))
 
 
 def _names(raw: Mapping[Role, Mapping[str, Any]], worker: str) -> dict[str, str]:
-    """Give what names a person or a machine, and the word in its place."""
-    words: dict[str, str] = {}
+    """Give what names a person, a group or a machine, and the word in its place."""
+    users, groups, words = [], [], {}
     for role, found in raw.items():
-        identity = found["identity"]
-        group = (found["facts"].get("commands") or {}).get("docker_group") or {}
-        members = str(group.get("out", "")).strip().rpartition(":")[2].split(",")
-        for user in (identity["user"], *members):
-            words.setdefault(user, f"user{len([word for word in words.values() if word.startswith('user')]) + 1}")
+        commands, identity = found["facts"].get("commands") or {}, found["identity"]
+        users += [identity["user"], *output_of(commands.get("docker_group")).rpartition(":")[2].split(",")]
+        groups += output_of(commands.get("groups")).split()
         words[identity["hostname"]] = role
+    for kind, names in (("user", users), ("group", groups)):
+        new = [name for name in dict.fromkeys(names) if name not in {*words, *_EVERYBODY}]
+        words |= {name: f"{kind}{number}" for number, name in enumerate(new, 1)}
     host = worker.rpartition("@")[2]
-    if not _is_address(host):
+    if read_address(host) is None:
         words.setdefault(host, "worker")
     return {word: shown for word, shown in words.items() if word not in _EVERYBODY}
 
 
-def anonymize(text: str, words: Mapping[str, str]) -> str:
-    """Replace names, serials and addresses; the same one by the same one, and networks stay networks."""
-    for word in sorted(words, key=len, reverse=True):
-        text = re.sub(rf"(?<![\w.-]){re.escape(word)}(?![\w-])", words[word], text)
-    text = _MAC.sub(_numbered(lambda number: f"02:00:00:00:{number >> 8:02x}:{number & 255:02x}"), text)
-    text = _UUID.sub(_numbered(lambda number: f"00000000-0000-0000-0000-{number:012d}"), text)
+def anonymize(found: Any, words: Mapping[str, str]) -> Any:  # noqa: ANN401 - anything that JSON knows
+    """Replace names, serials and addresses in all texts; the same one by the same one, and networks stay networks."""
+    serials: dict[str, int] = {}
     networks: dict[str, int] = {}
-    text = _IPV6.sub(lambda match: _replace_ipv6(match[0], networks), text)
-    return _IPV4.sub(lambda match: _replace_ipv4(match[0], networks), text)
+    names = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
+    name = re.compile(rf"(?<![\w.-])(?:{names})(?![\w-])" if words else r"(?!)")
+
+    def put(text: str) -> str:
+        text = _SERIAL.sub(lambda match: _replace_serial(match[0], serials), text)
+        text = _IPV6.sub(lambda match: _replace_ipv6(match[0], networks), text)
+        return _IPV4.sub(lambda match: _replace_ipv4(match[0], networks), text)
+
+    def walk(found: Any, key: str = "") -> Any:  # noqa: ANN401
+        if isinstance(found, dict):
+            return {(put if _OURS.match(key) else walk)(key): walk(value, key) for key, value in found.items()}
+        if isinstance(found, list):
+            return [walk(value, key) for value in found]
+        if not isinstance(found, str) or (found in words and key not in ("user", "hostname")):
+            return found  # a whole text that is a name is a word of the facts
+        if found.startswith("[{"):  # as `ip -json` writes it
+            return json.dumps(walk(json.loads(found)), separators=(",", ":"))
+        return put(name.sub(lambda match: words[match[0]], found))
+
+    return walk(found)
 
 
-def _numbered(show: Callable[[int], str]) -> Callable[[re.Match[str]], str]:
-    known: dict[str, int] = {}
-    return lambda match: show(known.setdefault(match[0].lower(), len(known) + 1))
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
+def _replace_serial(text: str, serials: dict[str, int]) -> str:
+    """Give a number for a MAC address, also where an interface is named after it, or for a UUID."""
+    digits = re.sub("[:-]", "", text.lower())
+    number = serials.setdefault(digits, len(serials) + 1)
+    if "-" in text:
+        return f"00000000-0000-0000-0000-{number:012d}"
+    shown = f"02{number:0{len(digits) - 2}x}"
+    return ":".join(re.findall("..", shown)) if ":" in text else shown
 
 
 def _replace_ipv4(text: str, networks: dict[str, int]) -> str:
     """Give another address for each; those of one /24 stay together, and what is special stays so."""
-    if not _is_address(text):
-        return text
-    address = ipaddress.IPv4Address(text)
-    if address.is_loopback or address.is_unspecified or text.startswith("255."):
+    address = read_address(text)
+    if address is None or address.is_loopback or address.is_unspecified or text.startswith("255."):
         return text
     network, _, last = text.rpartition(".")
     beginning = "169.254" if address.is_link_local else "10.0"
@@ -151,10 +165,8 @@ def _replace_ipv4(text: str, networks: dict[str, int]) -> str:
 
 def _replace_ipv6(text: str, networks: dict[str, int]) -> str:
     """Give another address for each; an IPv4 address inside (as RDMA has it) is replaced as it is elsewhere."""
-    if not _is_address(text):
-        return text
-    address = ipaddress.IPv6Address(text)
-    if address.is_loopback or address.is_unspecified:
+    address = read_address(text)
+    if not isinstance(address, ipaddress.IPv6Address) or address.is_loopback or address.is_unspecified:
         return text
     if address.ipv4_mapped:
         replaced = ipaddress.IPv6Address(f"::ffff:{_replace_ipv4(str(address.ipv4_mapped), networks)}")

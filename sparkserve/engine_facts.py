@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from sparkserve.cluster import Node
 from sparkserve.container import (
-    OWNER,
-    OWNER_LABEL,
     RANK_LABEL,
     RECIPE_LABEL,
     RUN_LABEL,
     SPEC_LABEL,
     container_name,
+    is_ours,
 )
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, docker_unreachable
 from sparkserve.system_text import parse_meminfo
@@ -119,16 +118,13 @@ class Facts:
 
 def gather(node: Node) -> Facts:
     """Look at a node's containers, the processes in ours, and its memory."""
-    listing = "/containers/json?all=1"
-    raw = node.session.ask("facts", timeout=LOOK_SECONDS, docker=[listing], files=["/proc/meminfo"])
-    summaries = docker_body(raw["docker"][listing], node.role)
-    ours = [row for row in summaries if (row.get("Labels") or {}).get(OWNER_LABEL) == OWNER]
-    foreign = [row for row in summaries if row not in ours and _name(row["Names"][0]) in _NAMES]
-    details = _details(node, [row["Id"] for row in ours])
+    raw, rows = list_containers(node, "?all=1")
+    ours = [row for row in rows if is_ours(row.get("Labels"))]
+    foreign = [row for row in rows if row not in ours and _name(row["Names"][0]) in _NAMES]
     return Facts(
         time=raw["time"],
         memory=parse_memory(raw["files"]["/proc/meminfo"] or ""),
-        containers=tuple(details[row["Id"]] for row in ours if row["Id"] in details),
+        containers=tuple(parse_container(body, processes) for body, processes in inspect(node, ours)),
         foreign=tuple(
             ContainerFacts(row["Id"], _name(row["Names"][0]), row["State"], image=row["Image"]) for row in foreign
         ),
@@ -136,19 +132,30 @@ def gather(node: Node) -> Facts:
     )
 
 
-def _details(node: Node, ids: list[str]) -> dict[str, ContainerFacts]:
-    if not ids:
-        return {}
-    paths = [path for id_ in ids for path in (f"/containers/{id_}/json", _TOP.format(id=id_))]
-    raw = node.session.ask("facts", timeout=LOOK_SECONDS, docker=paths)["docker"]
-    found = {}
-    for id_ in ids:
-        inspected = raw[f"/containers/{id_}/json"]
-        if inspected.get("status") != 404:  # it went away between the two looks
-            top = raw[_TOP.format(id=id_)]
-            processes = parse_top(top["body"]) if top.get("status") == 200 else ()
-            found[id_] = parse_container(docker_body(inspected, node.role), processes)
-    return found
+def list_containers(node: Node, query: str = "") -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Give a node's facts of this moment with its memory, and Docker's rows of its containers."""
+    listing = f"/containers/json{query}"
+    raw = node.session.ask("facts", timeout=LOOK_SECONDS, docker=[listing], files=["/proc/meminfo"])
+    return raw, docker_body(raw["docker"][listing], node.role)
+
+
+def inspect(node: Node, rows: Sequence[Mapping[str, Any]], *, images: bool = False) -> Iterator[tuple[Any, ...]]:
+    """Give Docker's description of each container, its processes, and with `images` the description of its image."""
+    pages = [
+        [
+            f"/containers/{row['Id']}/json",
+            _TOP.format(id=row["Id"]),
+            *([f"/images/{row['ImageID']}/json"] if images else []),
+        ]
+        for row in rows
+    ]
+    asked = [page for own in pages for page in own]
+    answers = node.session.ask("facts", timeout=LOOK_SECONDS, docker=asked)["docker"] if asked else {}
+    for container, top, *others in pages:
+        if answers[container].get("status") != 404:  # it went away between the two looks
+            processes = parse_top(answers[top]["body"]) if answers[top].get("status") == 200 else ()
+            bodies = [docker_body(answers[page], node.role) for page in (container, *others)]
+            yield bodies[0], processes, *bodies[1:]
 
 
 def docker_body(answer: Mapping[str, Any], node: str) -> Any:  # noqa: ANN401 - JSON of the Docker engine

@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
+from sparkserve.addresses import is_loopback
 from sparkserve.checks import Check, DiskNeed, Subject, show_size, verdict
 from sparkserve.cluster import Role
 from sparkserve.errors import SparkserveError
-from sparkserve.parameters import LOOPBACK, check_exposure, decide_ports
+from sparkserve.parameters import check_exposure, decide_ports
 from sparkserve.settings import variable_name
 from sparkserve.system import DiskFacts, PortFacts
 
@@ -124,5 +125,5 @@ def check_api_key(subject: Subject) -> list[Check]:
         return [Check("api_key", "head", "fail", error.message, needed, error.hint)]
     host, key = settings.api_host, settings.api_key_file
     observed = f"the API listens on {host} {'with' if key else 'without'} a key"
-    is_open = settings.api_open and not key and not host.startswith(LOOPBACK)
+    is_open = settings.api_open and not key and not is_loopback(host)
     return [Check("api_key", "head", "warn" if is_open else "ok", observed, needed)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparkserve.container import OWNER, OWNER_LABEL
+from sparkserve.container import is_ours
 
 Answer = Mapping[str, Any] | None
 _LARGE_BYTES = 16 << 20
@@ -157,7 +157,7 @@ def parse_containers(raw: Mapping[str, Any]) -> tuple[Container, ...] | None:
             id=row["Id"],
             name=(row.get("Names") or ["?"])[0].removeprefix("/"),
             image=row.get("Image", ""),
-            ours=(row.get("Labels") or {}).get(OWNER_LABEL) == OWNER,
+            ours=is_ours(row.get("Labels")),
             on_host_network=(row.get("HostConfig") or {}).get("NetworkMode") == "host",
             ports=tuple(sorted({port["PublicPort"] for port in row.get("Ports") or () if "PublicPort" in port})),
         )

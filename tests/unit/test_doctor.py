@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 from rich.table import Table
 
-from sparkserve import cli, doctor, doctor_repair, image, link_proof, lock, ssh_trust, takeover_facts
+from sparkserve import cli, doctor, doctor_record, doctor_repair, image, link_proof, lock, ssh_trust, takeover_facts
 from sparkserve.blueprint import Seen, load_facts
 from sparkserve.check_catalog import CATALOG
 from sparkserve.checks import Check
@@ -45,6 +45,7 @@ class Replay:
 
     def __init__(self, raw: dict[str, Any]) -> None:
         self.raw = raw
+        self.on_answer: Callable[[str, Any], None] = lambda _do, _result: None
 
     def ask(self, do: str, **fields: Any) -> Any:
         if do == "hello":
@@ -53,7 +54,7 @@ class Replay:
             return {file["path"]: {"kind": "missing", "size": 0, "digest": None} for file in fields["files"]}
         assert do == "facts"
         facts = self.raw["facts"]
-        found = {
+        found: dict[str, Any] = {
             name: {key: facts.get(name, {}).get(key) for key in keys}
             for name, keys in fields.items()
             if name != "timeout"
@@ -61,7 +62,9 @@ class Replay:
         found["docker"] = {page: facts["docker"].get(page, {"error": "failed"}) for page in fields.get("docker", ())}
         found["ports"] = {str(port): facts["ports"][str(port)] for port in fields.get("ports", ())}
         found["globs"] = {pattern: facts.get("globs", {}).get(pattern) or {} for pattern in fields.get("globs", ())}
-        return {**found, "time": time.time(), "kernel": facts["kernel"], "machine": facts["machine"]}
+        found |= {"time": time.time(), "kernel": facts["kernel"], "machine": facts["machine"]}
+        self.on_answer(do, found)
+        return found
 
     def close(self) -> None:
         """Nothing to end."""
@@ -398,10 +401,41 @@ def test_names_and_addresses_are_replaced_each_by_the_same() -> None:
     shown = anonymize(text, {"anna": "user1", "spark-3a7f": "head"})
     assert shown == (
         "head: /home/user1/x, user1@10.0.1.1, 10.0.1.2/24 169.254.3.7 127.0.1.1 0.0.0.0:22 255.255.255.0 "
-        "02:00:00:00:00:01 02:00:00:00:00:01 GPU-00000000-0000-0000-0000-000000000001 "
+        "02:00:00:00:00:01 02:00:00:00:00:01 GPU-00000000-0000-0000-0000-000000000002 "
         "0000:0000:0000:0000:0000:ffff:0a00:0101 fe80:0000:0000:0000:0000:0000:0000:0002 ::1 [::]:22 12:34:56 "
         "annabel spark-3a7f2 6.17.0-1032 580.173.02 0000000F:01:00.0"
     )
+
+
+@pytest.mark.parametrize(
+    ("found", "shown"),
+    [
+        ("enx3c6d66aabbcc: 3c:6d:66:aa:bb:cc wlx00c0caabcdef", "enx020000000001: 02:00:00:00:00:01 wlx020000000002"),
+        ({"/sys/class/net/enx3c6d66aabbcc/speed": "x"}, {"/sys/class/net/enx020000000001/speed": "x"}),
+        ("rocex3c6d660300aabbcc roceP2p1s0f1 enp1s0f0np0", "rocex0200000000000001 roceP2p1s0f1 enp1s0f0np0"),
+        ({"gpu": {"out": "gpu: NVIDIA GB10"}}, {"gpu": {"out": "worker: NVIDIA GB10"}}),
+        ({"user": "free", "8888": "free"}, {"user": "user1", "8888": "free"}),
+        ({"/home/free/x": "/home/free/x"}, {"/home/user1/x": "/home/user1/x"}),
+        ({"/sys/class/net/gpu": ""}, {"/sys/class/net/gpu": ""}),
+        ('[{"gpu":"free","dev":"at gpu"}]\n', '[{"gpu":"free","dev":"at worker"}]'),
+        ("worker and head", "head and worker"),
+        ("free docker lab-7", "user1 docker group1"),
+    ],
+)  # fmt: skip
+def test_only_what_tells_whose_it_is_is_replaced(found: Any, shown: Any) -> None:
+    words = {"gpu": "worker", "free": "user1", "worker": "head", "head": "worker", "lab-7": "group1"}
+    assert anonymize(found, words) == shown
+
+
+def test_persons_groups_and_machines_are_named_anew(seen: Seen) -> None:
+    raw = copy.deepcopy(seen.raw)
+    raw["head"]["identity"] |= {"user": "anna", "hostname": "gpu"}
+    raw["head"]["facts"]["commands"]["groups"]["out"] = "anna sudo docker secret-lab\n"
+    raw["head"]["facts"]["commands"]["docker_group"]["out"] = "docker:x:106:anna,bert\n"
+    found = doctor_record._names(raw, "bert@box.example.org")
+    wanted = {"anna": "user1", "bert": "user2", "secret-lab": "group1", "gpu": "head", "box.example.org": "worker"}
+    assert wanted.items() <= found.items()
+    assert not {"sudo", "docker", "root"} & found.keys()
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
