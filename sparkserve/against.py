@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
 from sparkserve.cluster import Role
-from sparkserve.container import ContainerSpec
-from sparkserve.takeover_facts import Running, fixed_options
+from sparkserve.container import FIXED_OPTIONS, BindMount, ContainerSpec
+from sparkserve.takeover_facts import Running
 
-_NO_MEMORY_LIMIT = "ours sets no limit: a GPU's memory is not counted in it"
+_NO_LIMIT = "ours sets no limit: the pair is all that these nodes are for"
 _REASONS = {
     "init": "ours runs Docker's init, which passes signals on and ends what the engine leaves behind",
     "restart_policy": "ours has none: `sparkserve service install` brings both ranks back together",
@@ -20,9 +20,16 @@ _REASONS = {
     "log_config": "ours keeps three files of 50 MB",
     "remove": "ours stays after its end, so that its log can be read",
     "healthcheck": "`sparkserve status` and `sparkserve watch` look at both ranks instead",
-    "Memory": _NO_MEMORY_LIMIT,
-    "MemorySwap": _NO_MEMORY_LIMIT,
-    "MemoryReservation": _NO_MEMORY_LIMIT,
+    "stop_signal": "ours ends the engine by SIGTERM, and kills it when its time is over",
+    **dict.fromkeys(("Memory", "MemorySwap", "MemoryReservation", "MemorySwappiness", "KernelMemory"), _NO_LIMIT),
+    **dict.fromkeys(("NanoCpus", "CpuShares", "CpuQuota", "CpuPeriod", "CpusetCpus", "CpusetMems"), _NO_LIMIT),
+}
+_OF_A_SPEC = "gpus", "ipc", "shm_bytes", "ulimits", "oom_score_adj", "pids_limit", "stop_seconds", "user", "directory"
+# What no recipe decides.
+_FIXED = {
+    **FIXED_OPTIONS,
+    "restart_policy": FIXED_OPTIONS["restart_policy"]["Name"],
+    **{"privileged": False, "remove": False, "healthcheck": "", "stop_signal": ""},
 }
 _UNPRIVILEGED = "ours is never privileged: it gets the devices, capabilities and limits of RDMA by name"
 
@@ -49,13 +56,14 @@ class Wanted:
 
 
 def compare(running: Running, wanted: Wanted) -> list[Difference]:
-    """List every difference of a rank."""
+    """List every difference of a rank; a variable that the image sets to the same value is none."""
+    spec = wanted.spec
     rows = [
         *_image(running, wanted),
-        *_argv(running, wanted.spec),
-        *_env(running, wanted.spec),
-        *_mounts(running, wanted.spec),
-        *_options(running, wanted.spec),
+        *_argv(running, spec),
+        *_unlike("env", {**running.image_env, **running.env}, {**running.image_env, **spec.env}),
+        *_unlike("mount", _by_target(running.mounts), _by_target(spec.mounts)),
+        *_options(running, spec),
     ]
     return [Difference(running.role, *row) for row in rows]
 
@@ -76,31 +84,23 @@ def _argv(running: Running, spec: ContainerSpec) -> Iterator[_Row]:
             yield "argv", f"word {begin + 1}", shlex.join(theirs[begin:end]), shlex.join(ours[our_begin:our_end]), ""
 
 
-def _env(running: Running, spec: ContainerSpec) -> Iterator[_Row]:
-    """Compare the environment; a variable that the image sets to the same value is no difference."""
-    theirs = {**running.image_env, **running.env}
-    ours = {**running.image_env, **spec.env}
-    for name in sorted({*running.env, *spec.env}):
-        if theirs.get(name) != ours.get(name):
-            yield "env", name, theirs.get(name, "-"), ours.get(name, "-"), ""
-
-
-def _mounts(running: Running, spec: ContainerSpec) -> Iterator[_Row]:
-    theirs, ours = (
-        {mount.target: f"{mount.source}{' (read-only)' if mount.read_only else ''}" for mount in mounts}
-        for mounts in (running.mounts, spec.mounts)
-    )
-    for target in sorted({*theirs, *ours}):
-        if theirs.get(target) != ours.get(target):
-            yield "mount", target, theirs.get(target, "-"), ours.get(target, "-"), ""
+def _by_target(mounts: Iterable[BindMount]) -> dict[str, str]:
+    return {mount.target: f"{mount.source}{' (read-only)' if mount.read_only else ''}" for mount in mounts}
 
 
 def _options(running: Running, spec: ContainerSpec) -> Iterator[_Row]:
-    theirs, ours = running.options, options_of(spec)
+    """Compare Docker's options in the words in which a running container is read."""
+    ours = {name: getattr(spec, name) for name in _OF_A_SPEC}
+    ours |= {"devices": sorted(spec.devices), "capabilities": sorted(spec.capabilities), **_FIXED}
     ours["directory"] = ours["directory"] or running.image_directory
-    for name in [*ours, *(name for name in theirs if name not in ours)]:
+    for what, name, *shown, _ in _unlike("option", running.options, ours):
+        yield what, name, shown[0], shown[1], _reason(name, running.options, ours)
+
+
+def _unlike(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[_Row]:
+    for name in sorted({*theirs, *ours}):
         if theirs.get(name) != ours.get(name):
-            yield "option", name, _show(theirs.get(name)), _show(ours.get(name)), _reason(name, theirs, ours)
+            yield what, name, _show(theirs.get(name)), _show(ours.get(name)), ""
 
 
 def _show(value: object) -> str:
@@ -114,21 +114,3 @@ def _reason(name: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> st
     if name == "stop_seconds" and ours[name] > theirs[name]:
         return f"ours gives the engine {ours[name]} s to end before it is killed"
     return _REASONS.get(name, "")
-
-
-def options_of(spec: ContainerSpec) -> dict[str, Any]:
-    """Give our container's options in the words in which a running one is read."""
-    return {
-        "gpus": spec.gpus,
-        "ipc": spec.ipc,
-        "shm_bytes": spec.shm_bytes,
-        "devices": sorted(spec.devices),
-        "capabilities": sorted(spec.capabilities),
-        "ulimits": dict(spec.ulimits),
-        "oom_score_adj": spec.oom_score_adj,
-        "pids_limit": spec.pids_limit,
-        "stop_seconds": spec.stop_seconds,
-        "user": spec.user,
-        "directory": spec.directory,
-        **fixed_options(),
-    }

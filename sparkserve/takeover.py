@@ -7,20 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sparkserve.addresses import is_loopback, read_address
 from sparkserve.cluster import ROLES, Role
-from sparkserve.container import LinkPlace
+from sparkserve.container import BindMount, LinkPlace
 from sparkserve.errors import EXIT_NOT_READY, SparkserveError
-from sparkserve.takeover_facts import Facts, Running
-from sparkserve.takeover_families import Family, read_families, runs_engine
-from sparkserve.takeover_texts import API_KEY, Translation, Words, find_secrets, lay_together, name_apart, split_env
+from sparkserve.takeover_facts import DEFAULT_STOP_SECONDS, Facts, Running
+from sparkserve.takeover_families import Family, pairs, read_families, runs_engine
+from sparkserve.takeover_texts import API_KEY, Translation, find_secrets, lay_together, name_apart, split_env
 
 _GIB = 2**30
 _ALL_ADDRESSES = ("0.0.0.0", "::", "[::]")  # noqa: S104 - compared
-_DEFAULT_MASTER_PORT = 29501
+_DEFAULT_MASTER_PORT = "29501"
 _DEFAULT_CONTEXT = 4096
-# Docker's own, which says that nobody thought of it.
-_UNSET_STOP_SECONDS = 10
 _INFINIBAND = "/dev/infiniband"
+_VOLUME = re.compile(r"/volumes/([^/]+)/_data$")
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,20 @@ class Pair:
     head: Running
     worker: Running
 
+    @property
+    def ranks(self) -> dict[Role, Running]:
+        """Each rank by the role of its node."""
+        return {"head": self.head, "worker": self.worker}
+
+    @property
+    def meets(self) -> bool:
+        """Whether both are told the same place to meet."""
+        head, worker = (self.family.read(one.words) for one in (self.head, self.worker))
+        return all(head.get(name) == worker.get(name) for name in ("head.link.address", "ports.master"))
+
     def told(self) -> dict[str, str]:
         """Read what their flags tell; rank 0 is the one that serves."""
         return {**self.family.read(self.worker.words), **self.family.read(self.head.words)}
-
-
-@dataclass(frozen=True)
-class Served:
-    """What was seen of the API while they serve: its port, and the name of the model; None where nobody answered."""
-
-    port: int | None
-    model: str | None
 
 
 @dataclass(frozen=True)
@@ -85,30 +88,30 @@ def find_pair(facts: Mapping[Role, Facts]) -> Pair:
     """Find the one pair of others that runs; raise with what every container is instead."""
     theirs = {role: [one for one in facts[role].running if not one.is_ours] for role in ROLES}
     ranks = {role: find_ranks(theirs[role]) for role in ROLES}
-    pairs = [
+    found = [
         Pair(head.family, head.running, worker.running)
         for head in ranks["head"]
         for worker in ranks["worker"]
         if (head.rank, worker.rank) == (0, 1)
         and head.family.label == worker.family.label
-        and is_same_image(head.running, worker.running)
+        and (  # a loaded copy has other names and the same layers
+            head.running.layers == worker.running.layers or set(head.running.digests) & set(worker.running.digests)
+        )
     ]
-    if len(pairs) == 1:
-        return pairs[0]
-    if pairs:
-        names = "; ".join(f"{pair.head.name} and {pair.worker.name}" for pair in pairs)
-        raise _refusal("takeover_many", f"more than one pair runs: {names}", "stop all but the one to take over")
+    found = [pair for pair in found if pair.meets] or found
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = "; ".join(f"{pair.head.name} and {pair.worker.name}" for pair in found)
+        other = found[-1]
+        hint = f"end all but one, such as by `{other.head.stop_hint}` and on the worker `{other.worker.stop_hint}`"
+        raise _refusal("takeover_many", f"more than one pair runs: {names}", hint)
     rows = [f"{role}: {one.name} ({one.image}): {_explain(one, ranks)}" for role in ROLES for one in theirs[role]]
     hint = "start your own script first; rank 0 must run on the node where sparkserve is typed"
     missing = [role for role in ROLES if ROLES.index(role) not in [one.rank for one in ranks[role]]]
     if len(missing) == 1:
         hint = f"rank {ROLES.index(missing[0])} is missing on the {missing[0]}: start your own script there, too"
     raise _refusal("takeover_none", "no pair of ranks of others runs on these nodes", hint, rows)
-
-
-def is_same_image(head: Running, worker: Running) -> bool:
-    """Whether both run one image; a loaded copy has other names and the same layers."""
-    return head.layers == worker.layers or bool(set(head.digests) & set(worker.digests))
 
 
 def _explain(running: Running, ranks: Mapping[Role, Sequence[Rank]]) -> str:
@@ -131,37 +134,40 @@ def _refusal(code: str, message: str, hint: str = "", rows: Sequence[str] = ()) 
 # -- the recipe -------------------------------------------------------------------------------------------------------
 
 
-def translate(pair: Pair, facts: Mapping[Role, Facts], links: Mapping[Role, LinkPlace], served: Served) -> Takeover:
-    """Write a running pair down as a recipe, with its secrets apart."""
+def translate(
+    pair: Pair, facts: Mapping[Role, Facts], links: Mapping[Role, LinkPlace], served: Mapping[str, str]
+) -> Takeover:
+    """Write a running pair down as a recipe, with its secrets apart; `served` is what their API tells of itself."""
     _check_network(pair)
-    told = pair.told()
-    secrets = name_apart([find_secrets(running, pair.family.label) for running in (pair.head, pair.worker)])
+    told = {**served, **pair.told()}
+    secrets = name_apart([find_secrets(running, pair.family.label) for running in pair.ranks.values()])
     key_file = _key_file(pair.head)
-    exposure = _Exposure(told.get("api_host", ""), has_key=API_KEY in secrets.values() or key_file is not None)
-    exposure.check(pair.head)
-    values = _values(told, served, exposure)
+    host = told.get("api_host", "")
+    is_open, has_key = bool(host) and not is_loopback(host), API_KEY in secrets.values() or key_file is not None
+    warnings = _check_exposure(pair.head, host, has_key=has_key) if is_open else []
+    values = _values(told)
+    if host == "127.0.0.1" or (is_open and has_key):
+        values["api_host"] = host
     known = Translation(pair.family, secrets, links, {**values, "head.link.address": links["head"].address})
-    launch = _launch(known.of(pair.head), known.of(pair.worker))
-    mounts = list(_mounts(pair, key_file))
-    if key_file is not None:
-        launch["api_key_mount"] = key_file[0]
-    settings = {"api_key_file": key_file[1]} if key_file else {}
-    settings |= {"api_host": exposure.host} if exposure.is_open and exposure.has_key else {}
-    notes = [*exposure.notes(), *_notes(told, links)]
-    recipe = {
-        **_identity(pair, values, served),
-        "warnings": list(exposure.notes()),
+    numbers = {name: int(values[name]) for name in ("context", "requests") if name in values}
+    recipe: dict[str, Any] = {
+        **_identity(pair, values["model_name"]),
+        "warnings": warnings,
         "weights": [],
-        "parameters": _parameters(values, served),
+        "parameters": {"model_name": values["model_name"], "context": _DEFAULT_CONTEXT, **numbers},
         "ports": {"api": int(values["ports.api"]), "master": int(values["ports.master"])},
         "image": _image(pair),
-        "container": {**_container(pair, links), "mounts": mounts},
-        "launch": launch,
+        "container": {**_container(pair, links), "mounts": list(_mounts(pair, key_file))},
+        "launch": _launch(known, pair),
         "memory": _memory(facts),
         "verify": {"checks": ["answer"]},
         **pair.family.tables,
     }
-    return Takeover(recipe, {name: value for value, name in secrets.items()}, settings, tuple(notes))
+    settings = {"api_host": host} if is_open and has_key else {}
+    if key_file is not None:
+        recipe["launch"]["api_key_mount"], settings["api_key_file"] = key_file.target, key_file.source
+    by_name = {name: value for value, name in secrets.items()}
+    return Takeover(recipe, by_name, settings, (*warnings, *_notes(pair, links)))
 
 
 def _check_network(pair: Pair) -> None:
@@ -172,50 +178,32 @@ def _check_network(pair: Pair) -> None:
             raise SparkserveError("takeover_network", message, hint, running.role, exit_code=EXIT_NOT_READY)
 
 
-@dataclass(frozen=True)
-class _Exposure:
-    """Where their API listens; empty where their arguments do not say it."""
-
-    host: str
-    has_key: bool
-
-    @property
-    def is_open(self) -> bool:
-        return bool(self.host) and not self.host.startswith(("127.", "::1", "localhost"))
-
-    def check(self, running: Running) -> None:
-        if self.is_open and not self.has_key and self.host not in _ALL_ADDRESSES:
-            message = f"the API of {running.name} listens on {self.host} without a key, which sparkserve does not start"
-            hint = "give it --host 127.0.0.1, or an API key"
-            raise SparkserveError("takeover_open", message, hint, running.role, exit_code=EXIT_NOT_READY)
-
-    def notes(self) -> tuple[str, ...]:
-        if self.is_open and not self.has_key:
-            return (
-                f"the API listens on {self.host} without a key, as it did before: anyone who reaches it can use it",
-            )
-        return ()
+def _check_exposure(running: Running, host: str, *, has_key: bool) -> list[str]:
+    """Refuse an API that ours would not open to others; gives a warning where it is as open as it was before."""
+    if has_key and read_address(host):
+        return []
+    if not has_key and host in _ALL_ADDRESSES:
+        return [f"the API listens on {host} without a key, as it did before: anyone who reaches it can use it"]
+    how = f"{host}, which is a name" if has_key else f"{host} without a key"
+    hint = "give it --host 127.0.0.1, or an API key and --host with an address such as 0.0.0.0"
+    message = f"the API of {running.name} listens on {how}: ours would not"
+    raise SparkserveError("takeover_open", message, hint, running.role, exit_code=EXIT_NOT_READY)
 
 
-def _values(told: Mapping[str, str], served: Served, exposure: _Exposure) -> dict[str, str]:
+def _values(told: Mapping[str, str]) -> dict[str, str]:
     """Give the values that placeholders stand for; what is no number of ours stays in the arguments as it is."""
-    port = told.get("ports.api") or (str(served.port) if served.port else "")
-    if not port.isdigit():
+    if not told.get("ports.api", "").isdigit():
         hint = "give rank 0 its --port, and look whether it answers"
         raise _refusal("takeover_port", "the port of their API is neither in their arguments nor found", hint)
-    numbers = {name: told[name] for name in ("context", "requests") if told.get(name, "").isdigit()}
-    values = {"ports.api": port, "ports.master": told.get("ports.master", str(_DEFAULT_MASTER_PORT)), **numbers}
-    values |= {"model_name": told["model_name"]} if "model_name" in told else {}
-    if exposure.host == "127.0.0.1" or (exposure.is_open and exposure.has_key):
-        values["api_host"] = exposure.host
-    return values
-
-
-def _identity(pair: Pair, values: Mapping[str, str], served: Served) -> dict[str, Any]:
-    model = values.get("model_name") or served.model
-    if not model:
+    if not told.get("model_name"):
         hint = "look whether it answers: curl http://127.0.0.1:PORT/v1/models"
         raise _refusal("takeover_model", "nobody says under which name their API serves the model", hint)
+    numbers = {name: told[name] for name in ("context", "requests") if told.get(name, "").isdigit()}
+    own = {name: told[name] for name in ("ports.api", "model_name")}
+    return {**own, "ports.master": told.get("ports.master", _DEFAULT_MASTER_PORT), **numbers}
+
+
+def _identity(pair: Pair, model: str) -> dict[str, Any]:
     return {
         "schema": 1,
         "name": re.sub(r"[^a-z0-9.-]+", "-", model.lower()).strip("-.") or "taken-over",
@@ -225,22 +213,22 @@ def _identity(pair: Pair, values: Mapping[str, str], served: Served) -> dict[str
     }
 
 
-def _parameters(values: Mapping[str, str], served: Served) -> dict[str, Any]:
-    numbers = {name: int(values[name]) for name in ("context", "requests") if name in values}
-    return {"model_name": values.get("model_name") or served.model, "context": _DEFAULT_CONTEXT, **numbers}
-
-
-def _notes(told: Mapping[str, str], links: Mapping[Role, LinkPlace]) -> Iterator[str]:
+def _notes(pair: Pair, links: Mapping[Role, LinkPlace]) -> Iterator[str]:
+    told = pair.told()
     master = told.get("head.link.address", "")
     if master and master != links["head"].address:
         yield f"their ranks meet at {master}, which is not the head's address on the cable ({links['head'].address})"
     if not told.get("context", "").isdigit():
         yield "their arguments do not say the longest context: set `parameters.context` of the recipe to what holds"
+    sources = {mount.source for running in pair.ranks.values() for mount in running.mounts}
+    for volume in sorted(match[1] for match in map(_VOLUME.search, sources) if match):
+        yield f"their volume {volume} is used where it lies: `docker volume prune` would take it for unused"
 
 
-def _launch(head: Words, worker: Words) -> dict[str, Any]:
-    argv, head_argv, worker_argv = lay_together(head.argv, worker.argv)
-    env, head_env, worker_env = split_env(head.env, worker.env)
+def _launch(known: Translation, pair: Pair) -> dict[str, Any]:
+    (head_words, head_variables), (worker_words, worker_variables) = known.of(pair.head), known.of(pair.worker)
+    argv, head_argv, worker_argv = lay_together(head_words, worker_words)
+    env, head_env, worker_env = split_env(head_variables, worker_variables)
     own: dict[str, Any] = {"head_argv": head_argv, "worker_argv": worker_argv}
     own |= {"env": env, "head_env": head_env, "worker_env": worker_env}
     return {"argv": argv, **{name: value for name, value in own.items() if value}}
@@ -265,7 +253,7 @@ def _container(pair: Pair, links: Mapping[Role, LinkPlace]) -> dict[str, Any]:
     options |= {name: theirs[name] for name in ("pids_limit", "user") if theirs[name]}
     if theirs["directory"] != pair.head.image_directory:
         options["directory"] = theirs["directory"]
-    if theirs["stop_seconds"] != _UNSET_STOP_SECONDS:
+    if theirs["stop_seconds"] != DEFAULT_STOP_SECONDS:
         options["stop_seconds"] = theirs["stop_seconds"]
     if theirs["privileged"] and links["head"].hcas:
         options["devices"] = sorted({*options["devices"], _INFINIBAND})
@@ -274,25 +262,20 @@ def _container(pair: Pair, links: Mapping[Role, LinkPlace]) -> dict[str, Any]:
     return options
 
 
-def _key_file(head: Running) -> tuple[str, str] | None:
-    """Find the file with the API's keys that they mount: its path in the container and on the node."""
-    named = {after for word, after in zip(head.words, head.words[1:], strict=False) if word == "--api-key-file"}
+def _key_file(head: Running) -> BindMount | None:
+    """Find the file with the API's keys that they mount."""
+    named = {value for flag, value in pairs(head.words) if flag == "--api-key-file"}
     named |= {value for name, value in head.env.items() if name.endswith("API_KEY_FILE")}
-    return next(((mount.target, mount.source) for mount in head.mounts if mount.target in named), None)
+    return next((mount for mount in head.mounts if mount.target in named), None)
 
 
-def _mounts(pair: Pair, key_file: tuple[str, str] | None) -> Iterator[dict[str, Any]]:
+def _mounts(pair: Pair, key_file: BindMount | None) -> Iterator[dict[str, Any]]:
     """Give every place of theirs, used where it lies; those of one rank only with that rank."""
-    for rank, running in enumerate((pair.head, pair.worker)):
-        other = (pair.worker, pair.head)[rank]
-        for mount in running.mounts:
-            if key_file and rank == 0 and mount.target == key_file[0]:
-                continue
-            if rank == 1 and mount in other.mounts:
-                continue
-            ranks = {} if mount in other.mounts else {"ranks": [rank]}
-            fixed = {"writable": not mount.read_only, "must_exist": True}
-            yield {"source": mount.source.replace("${", "${dollar}{"), "target": mount.target, **fixed, **ranks}
+    of_rank = [mount for mount in pair.head.mounts if mount != key_file], pair.worker.mounts
+    for mount in dict.fromkeys((*of_rank[0], *of_rank[1])):
+        ranks = [rank for rank in (0, 1) if mount in of_rank[rank]]
+        fixed = {"writable": not mount.read_only, "must_exist": True, **({} if len(ranks) == 2 else {"ranks": ranks})}
+        yield {"source": mount.source.replace("${", "${dollar}{"), "target": mount.target, **fixed}
 
 
 def _memory(facts: Mapping[Role, Facts]) -> dict[str, Any]:

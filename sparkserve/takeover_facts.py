@@ -10,11 +10,10 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from sparkserve.cluster import Node, Role
-from sparkserve.container import FIXED_OPTIONS, OWNER, OWNER_LABEL, BindMount
-from sparkserve.engine_facts import LOOK_SECONDS, Process, docker_body, parse_memory, parse_top
+from sparkserve.container import BindMount, is_ours
+from sparkserve.engine_facts import Process, inspect, list_containers, parse_memory
 from sparkserve.takeover_families import runs_engine
 
-_TOP = "/containers/{id}/top?ps_args=-eo%20pid,stat,args"
 # Options of Docker that say nothing of their own: told elsewhere, or never more than a form.
 _TOLD_ELSEWHERE = frozenset((
     "Binds", "Mounts", "NetworkMode", "ContainerIDFile", "PortBindings", "PublishAllPorts", "VolumeDriver", "IpcMode",
@@ -25,8 +24,10 @@ _TOLD_ELSEWHERE = frozenset((
 _SHELLS = ("sh", "bash", "dash")
 # What a shell or Docker sets by itself: every container has its own.
 _OF_A_SHELL = frozenset(("HOME", "HOSTNAME", "OLDPWD", "PWD", "SHLVL", "TERM", "_"))
-_NO_LIMIT = (None, 0, -1)
-_DEFAULT_STOP_SECONDS = 10
+# What says no more than Docker does by itself.
+_NOTHING: tuple[object, ...] = (None, 0, -1, "", [], {})
+# Says that nobody thought of it.
+DEFAULT_STOP_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -84,21 +85,13 @@ class Facts:
 
 def gather(node: Node) -> Facts:
     """Look at every running container of a node, at its image, and at its processes."""
-    listing = "/containers/json"
-    raw = node.session.ask("facts", timeout=LOOK_SECONDS, docker=[listing], files=["/proc/meminfo"])
-    rows = docker_body(raw["docker"][listing], node.role)
+    raw, rows = list_containers(node)
     memory = parse_memory(raw["files"]["/proc/meminfo"] or "")
-    pages = [page for row in rows for page in _pages(row)]
-    answers = node.session.ask("facts", timeout=LOOK_SECONDS, docker=pages)["docker"] if pages else {}
     found = []
-    for row in rows:
-        container, image, top = (answers[page] for page in _pages(row))
-        if container.get("status") != 404:  # it went away between the two looks
-            processes = parse_top(top["body"]) if top.get("status") == 200 else ()
-            body = docker_body(container, node.role), docker_body(image, node.role)
-            running = parse(node.role, *body, tuple(one.command for one in processes))
-            beside = None if running.is_ours or runs_engine(running.words) else find_beside(processes)
-            found.append(_read_beside(node, running, beside) if beside else running)
+    for body, processes, image in inspect(node, rows, images=True):
+        running = parse(node.role, body, image, tuple(one.command for one in processes))
+        beside = None if running.is_ours or runs_engine(running.words) else find_beside(processes)
+        found.append(_read_beside(node, running, beside) if beside else running)
     return Facts(tuple(found), memory.total - memory.available, memory.available)
 
 
@@ -117,13 +110,12 @@ def _read_beside(node: Node, running: Running, process: Process) -> Running:
     place = f"/proc/{process.pid}/status"
     status = node.session.ask("facts", files=[place])["files"][place] or ""
     inner = re.search(r"^NSpid:.*\s(\d+)$", status, re.MULTILINE)
-    commands = [["cat", f"/proc/{inner[1]}/{name}"] for name in ("cmdline", "environ")] if inner else []
-    commands += [["readlink", f"/proc/{inner[1]}/cwd"]] if inner else []
+    own = f"/proc/{inner[1] if inner else '-'}"
+    commands = (["cat", f"{own}/cmdline"], ["cat", f"{own}/environ"], ["readlink", f"{own}/cwd"])
     answers = [node.host.run(["docker", "exec", running.name, *command], check=False) for command in commands]
-    if not answers or any(answer.exit_code != 0 for answer in answers):
+    if any(answer.exit_code != 0 for answer in answers):
         return running
-    cmdline, environ, directory = (answer.text for answer in answers)
-    return given_beside(running, cmdline, environ, directory.strip())
+    return given_beside(running, *(answer.text for answer in answers))
 
 
 def given_beside(running: Running, cmdline: str, environ: str, directory: str) -> Running:
@@ -131,12 +123,8 @@ def given_beside(running: Running, cmdline: str, environ: str, directory: str) -
     words = tuple(cmdline.rstrip("\0").split("\0"))
     env = {name: value for name, value in _env(environ.rstrip("\0").split("\0")).items() if name not in _OF_A_SHELL}
     own = {name: value for name, value in env.items() if running.image_env.get(name) != value}
-    options = {**running.options, "directory": directory}
+    options = {**running.options, "directory": directory.strip()}
     return replace(running, entrypoint=words[:1], argv=words[1:], env=own, options=options)
-
-
-def _pages(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    return f"/containers/{row['Id']}/json", f"/images/{row['ImageID']}/json", _TOP.format(id=row["Id"])
 
 
 def parse(
@@ -145,24 +133,22 @@ def parse(
     """Read Docker's descriptions of a container and of its image."""
     config, labels = container["Config"], container["Config"].get("Labels") or {}
     image_env = _env(image["Config"].get("Env"))
-    entrypoint, argv = tuple(config.get("Entrypoint") or ()), tuple(config.get("Cmd") or ())
-    if not entrypoint or _is_script((*entrypoint, *argv)):
-        whole = (*entrypoint, *argv)
-        first = 2 if _is_script(whole) else 1
-        entrypoint, argv = whole[:first], whole[first:]
+    own = config.get("Entrypoint") or ()
+    whole = (*own, *(config.get("Cmd") or ()))
+    first = 2 if _is_script(whole) else len(own) or 1
     return Running(
         role=role,
         name=container["Name"].removeprefix("/"),
-        is_ours=labels.get(OWNER_LABEL) == OWNER,
+        is_ours=is_ours(labels),
         image=config["Image"],
         image_id=image["Id"],
         digests=tuple(image.get("RepoDigests") or ()),
         layers=tuple(image["RootFS"].get("Layers") or ()),
-        entrypoint=entrypoint,
-        argv=argv,
+        entrypoint=whole[:first],
+        argv=whole[first:],
         env={name: value for name, value in _env(config.get("Env")).items() if image_env.get(name) != value},
         image_env=image_env,
-        mounts=tuple(_mounts(container, image)),
+        mounts=tuple(_mounts(container)),
         options=_options(container, image),
         labels=labels,
         image_bytes=image.get("Size", 0),
@@ -180,13 +166,12 @@ def _env(lines: list[str] | None) -> dict[str, str]:
     return dict(line.partition("=")[::2] for line in lines or ())
 
 
-def _mounts(container: Mapping[str, Any], image: Mapping[str, Any]) -> list[BindMount]:
-    """List the mounts by their place on the node; nameless volumes that the image asks for are Docker's own affair."""
-    own = image["Config"].get("Volumes") or {}
+def _mounts(container: Mapping[str, Any]) -> list[BindMount]:
+    """List the mounts by their place on the node; volumes without a name are Docker's own affair, new each time."""
     found = [
         BindMount(mount["Source"], mount["Destination"], read_only=not mount["RW"])
         for mount in container.get("Mounts") or ()
-        if mount["Destination"] not in own and mount.get("Source")
+        if mount.get("Source") and not re.fullmatch(r"[0-9a-f]{64}", mount.get("Name") or "")
     ]
     return sorted(found, key=lambda mount: mount.target)
 
@@ -195,16 +180,17 @@ def _options(container: Mapping[str, Any], image: Mapping[str, Any]) -> dict[str
     """Give Docker's options in the words of a recipe's container, then all others that are not Docker's defaults."""
     host, config = container["HostConfig"], container["Config"]
     is_host_ipc = host.get("IpcMode") == "host"
+    devices, limits = host.get("Devices") or (), host.get("Ulimits") or ()
     known = {
         "gpus": bool(host.get("DeviceRequests")) or host.get("Runtime") == "nvidia",
         "ipc": "host" if is_host_ipc else (host.get("IpcMode") or "private").replace("shareable", "private"),
         "shm_bytes": 0 if is_host_ipc else host.get("ShmSize") or 67_108_864,
-        "devices": sorted(device["PathOnHost"] for device in host.get("Devices") or ()),
+        "devices": sorted(device["PathOnHost"] for device in devices),
         "capabilities": sorted(name.removeprefix("CAP_") for name in host.get("CapAdd") or ()),
-        "ulimits": {limit["Name"]: limit["Hard"] for limit in host.get("Ulimits") or ()},
+        "ulimits": {limit["Name"]: limit["Hard"] for limit in limits},
         "oom_score_adj": host.get("OomScoreAdj") or 0,
-        "pids_limit": None if host.get("PidsLimit") in _NO_LIMIT else host["PidsLimit"],
-        "stop_seconds": config.get("StopTimeout") or _DEFAULT_STOP_SECONDS,
+        "pids_limit": None if host.get("PidsLimit") in _NOTHING else host["PidsLimit"],
+        "stop_seconds": config.get("StopTimeout") or DEFAULT_STOP_SECONDS,
         "user": _unless_default(config, image, "User"),
         "directory": config.get("WorkingDir") or "/",
         "privileged": bool(host.get("Privileged")),
@@ -218,26 +204,17 @@ def _options(container: Mapping[str, Any], image: Mapping[str, Any]) -> dict[str
         "security_opt": sorted(set(host.get("SecurityOpt") or ()) - {"label=disable"}),
         "log_config": host.get("LogConfig"),
     }
-    others = {name: value for name, value in host.items() if name not in _TOLD_ELSEWHERE and _says_something(value)}
+    in_memory = {mount["Destination"]: "" for mount in container.get("Mounts") or () if mount.get("Type") == "tmpfs"}
+    unsaid = {
+        **host,
+        "Tmpfs": in_memory | (host.get("Tmpfs") or {}),
+        "renamed devices": [one["PathInContainer"] for one in devices if one["PathInContainer"] != one["PathOnHost"]],
+        "soft ulimits": {limit["Name"]: limit["Soft"] for limit in limits if limit["Soft"] != limit["Hard"]},
+    }
+    others = {name: value for name, value in unsaid.items() if name not in _TOLD_ELSEWHERE and value not in _NOTHING}
     return {**known, **others}
 
 
 def _unless_default(config: Mapping[str, Any], image: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - JSON
     value = config.get(name) or ""
     return "" if value == (image["Config"].get(name) or "") else value
-
-
-def _says_something(value: object) -> bool:
-    return value not in _NO_LIMIT and value not in ("", [], {}, False)
-
-
-def fixed_options() -> dict[str, Any]:
-    """Give what no recipe decides in the same words."""
-    return {
-        **FIXED_OPTIONS,
-        "restart_policy": FIXED_OPTIONS["restart_policy"]["Name"],
-        "privileged": False,
-        "remove": False,
-        "healthcheck": "",
-        "stop_signal": "",
-    }

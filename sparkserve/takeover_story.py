@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +12,8 @@ from pydantic import SecretStr, ValidationError
 
 from sparkserve import blueprint, image, link, takeover_facts
 from sparkserve.against import Difference, Wanted, compare
-from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role, connect
+from sparkserve.blueprint import Links
+from sparkserve.cluster import ROLES, Deployment, Node, Role, connect
 from sparkserve.container import with_secrets
 from sparkserve.endpoint import Endpoint
 from sparkserve.env_file import put, quote
@@ -24,13 +26,13 @@ from sparkserve.parameters import read_secrets
 from sparkserve.recipe import Recipe
 from sparkserve.recipe_text import to_toml
 from sparkserve.settings import Loaded, Settings, variable_name
-from sparkserve.takeover import Pair, Served, Takeover, find_pair, translate
+from sparkserve.takeover import Pair, Takeover, find_pair, translate
 from sparkserve.takeover_facts import Facts, Running
 from sparkserve.takeover_texts import API_KEY, find_secrets
 
 _HEADING = "# Written by `sparkserve init --from-running`. docs/recipes.md explains every key.\n"
 # Where engines listen that are not told a port.
-_USUAL_PORTS = (8000, 8080, 8888, 30000)
+_USUAL_PORTS = ("8000", "8080", "8888", "30000")
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Taken:
 def take_over(loaded: Loaded, text: str, directory: Path, *, force: bool = False) -> Taken:
     """Write the recipe of the pair that runs, and then its settings, onto the `text` of a settings file.
 
-    On the nodes only its image gets one more name.
+    On the nodes only its image gets one more name; until it has that, nothing is written.
     """
     settings, env_file = loaded.settings, loaded.env_file
     _check_overrides(loaded)
@@ -62,39 +64,40 @@ def take_over(loaded: Loaded, text: str, directory: Path, *, force: bool = False
         facts = cluster.on_both(takeover_facts.gather)
         pair = find_pair(facts)
         found = translate(pair, facts, links, _look_at_api(pair))
-        _check_secrets(found)
-        recipe = _write_recipe(directory, found)
-        _name_image(cluster, pair, image.tag_of(recipe, _write_lock(directory, env_file, recipe)))
-    lines, secret_files = _write_secrets(env_file.parent, found)
-    lines = {"recipe": str(directory), "api_host": "127.0.0.1", **lines}
+        toml = _HEADING + to_toml(found.recipe)
+        recipe = _parse_recipe(directory, toml)
+        files = _secret_files(env_file.parent, found)
+        lines = {"recipe": str(directory), "api_host": "127.0.0.1", **found.settings}
+        lines |= {name: str(path) for name, (path, _) in files.items()}
+        lock = Lock(schema=1, recipe=recipe.name, weights=(), image=LockedImage(reference=recipe.image.reference))
+        wanted = Settings.model_validate({**settings.model_dump(), **lines})
+        _check_equal(Deployment(wanted, recipe, lock, cluster), links, pair, found.secrets)
+        # With our name on the image a start has nothing to build, pull or ship.
+        tag = image.tag_of(recipe, lock)
+        cluster.on_both(lambda node: node.host.run(["docker", "tag", pair.ranks[node.role].image_id, tag]))
+    head = LocalHost("head")
+    for path, content in files.values():
+        head.write(path, content.encode(), 0o600)
+    _write_locks((directory / NAME, lock_path(env_file)), lock)
+    head.write(directory / "recipe.toml", toml.encode())
     for name, value in lines.items():
         text = put(text, name, value)
-    LocalHost("head").write(env_file, text.encode(), 0o600)
-    both: dict[Role, Running] = {"head": pair.head, "worker": pair.worker}
+    head.write(env_file, text.encode(), 0o600)
     return Taken(
         recipe=directory / "recipe.toml",
         env_file=env_file,
         settings={variable_name(name): value for name, value in lines.items()},
-        secret_files=secret_files,
-        pair={role: running.name for role, running in both.items()},
-        stop={role: running.stop_hint for role, running in both.items()},
+        secret_files=tuple(path for path, _ in files.values()),
+        pair={role: running.name for role, running in pair.ranks.items()},
+        stop={role: running.stop_hint for role, running in pair.ranks.items()},
         notes=found.notes,
     )
 
 
 def _check_overrides(loaded: Loaded) -> None:
     """Refuse settings that would change what was read from the pair."""
-    names = (
-        "model_name",
-        "context",
-        "requests",
-        "drafts",
-        "thinking",
-        "api_port",
-        "master_port",
-        "image",
-        "extra_args",
-    )
+    own = ("model_name", "context", "requests", "drafts", "thinking")
+    names = (*own, "api_port", "master_port", "image", "extra_args")
     set_here = [variable_name(name) for name in names if loaded.sources[name] != "default"]
     if set_here:
         message = f"{', '.join(set_here)} would change what the pair that runs was given"
@@ -109,80 +112,67 @@ def _check_link(links: Mapping[Role, LinkFacts]) -> None:
             raise SparkserveError("takeover_link", message, hint, role, exit_code=EXIT_NOT_READY)
 
 
-def _look_at_api(pair: Pair) -> Served:
-    """Ask for what their arguments leave open: the port, and the name of the model."""
+def _look_at_api(pair: Pair) -> dict[str, str]:
+    """Ask for what their arguments leave open: the port, and the name of the model; empty where nobody answers."""
     told = pair.told()
     if {"ports.api", "model_name"} <= told.keys():
-        return Served(None, None)
+        return {}
     secrets = find_secrets(pair.head, pair.family.label)
-    key = next((value for value, name in secrets.items() if name == API_KEY), None)
-    host = told.get("api_host", "")
-    host = host if host not in ("", "0.0.0.0", "::") else "127.0.0.1"  # noqa: S104 - compared
-    for port in [int(told["ports.api"])] if told.get("ports.api", "").isdigit() else _USUAL_PORTS:
-        endpoint = Endpoint(f"http://{host}:{port}", "", SecretStr(key) if key else None)
-        try:
-            names = endpoint.models()
-        except SparkserveError:  # another port may answer; that none does is told where the answer is needed
-            continue
-        finally:
-            endpoint.close()
-        return Served(port, names[0] if names else None)
-    return Served(None, None)
+    key = next((SecretStr(value) for value, name in secrets.items() if name == API_KEY), None)
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - compared
+    for port in [told["ports.api"]] if told.get("ports.api", "").isdigit() else _USUAL_PORTS:
+        address = told.get("api_host", "")
+        endpoint = Endpoint(f"http://{host.get(address, address)}:{port}", "", key)
+        with contextlib.suppress(SparkserveError), contextlib.closing(endpoint):  # another port may answer
+            return {"ports.api": port, "model_name": "".join(endpoint.models()[:1])}
+    return {}
 
 
-def _write_recipe(directory: Path, found: Takeover) -> Recipe:
-    text = to_toml(found.recipe)
+def _parse_recipe(directory: Path, toml: str) -> Recipe:
     try:
-        recipe = Recipe.model_validate({**tomllib.loads(text), "directories": [directory]})
+        return Recipe.model_validate({**tomllib.loads(toml), "directories": [directory]})
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
-        message = f"no recipe can say what runs: {'.'.join(map(str, first['loc']))}: {first['msg']}"
-        hint = "the model's directory must be mounted into both containers"
+        place = ".".join(map(str, first["loc"]))
+        message = f"no recipe can say what runs: {place or 'the whole'}: {first['msg']}"
+        hint = f"start your own script without that {place}" if place else "mount the model's directory into both"
         raise SparkserveError("takeover_recipe", message, hint, exit_code=EXIT_NOT_READY) from error
-    directory.mkdir(parents=True, exist_ok=True)
-    LocalHost("head").write(directory / "recipe.toml", (_HEADING + text).encode())
-    return recipe
 
 
-def _write_lock(directory: Path, env_file: Path, recipe: Recipe) -> Lock:
+def _check_equal(deployment: Deployment, links: Links, pair: Pair, secrets: Mapping[str, str]) -> None:
+    """Refuse a pair of which our recipe would not make the very same one."""
+    values = {name: SecretStr(value) for name, value in secrets.items()}
+    images = {role: running.image_id for role, running in pair.ranks.items()}
+    rows = [row for row in _differences(deployment, links, pair.ranks, values, images) if not row.reason]
+    if rows:
+        what = ", ".join(dict.fromkeys(f"{row.what} {row.name}".strip() for row in rows))
+        hint = "start your own script without them, or with the same on both nodes; then this command again"
+        told = [f"{row.node}: {row.what} {row.name}: {row.theirs}; ours would be {row.ours}" for row in rows]
+        details = mask("\n".join(told), tuple(values.values()))
+        message = f"no recipe can say all that runs: {what}"
+        raise SparkserveError("takeover_unequal", message, hint, details=details, exit_code=EXIT_NOT_READY)
+
+
+def _write_locks(paths: tuple[Path, Path], lock: Lock) -> None:
     """Write the recipe's own lock; that of another recipe is put aside under the name that it then has."""
-    lock = Lock(schema=1, recipe=recipe.name, weights=(), image=LockedImage(reference=recipe.image.reference))
-    main = lock_path(env_file)
-    if main.exists() and recipe_of(main) != recipe.name:
+    main = paths[-1]
+    if main.exists() and recipe_of(main) != lock.recipe:
         main.replace(main.with_name(f"sparkserve.{recipe_of(main) or 'broken'}.lock.json"))
-    for path in (directory / NAME, main):
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_lock(path, lock)
-    return lock
 
 
-def _name_image(cluster: Cluster, pair: Pair, tag: str) -> None:
-    """Give the image that runs our name on both nodes, so that a start has nothing to build, pull or ship."""
-
-    def name(node: Node) -> None:
-        running = pair.head if node.role == "head" else pair.worker
-        node.host.run(["docker", "tag", running.image_id, tag])
-
-    cluster.on_both(name)
-
-
-def _check_secrets(found: Takeover) -> None:
+def _secret_files(directory: Path, found: Takeover) -> dict[str, tuple[Path, str]]:
+    """Give by setting the files in which their secrets will be kept, with what each will hold."""
     broken = [name for name, value in found.secrets.items() if len(value.splitlines()) != 1]
     if broken:
-        raise usage_error("secret_invalid", f"{', '.join(broken)} of theirs is more than one line of text")
-
-
-def _write_secrets(directory: Path, found: Takeover) -> tuple[dict[str, str], tuple[Path, ...]]:
-    """Write each kind of secret to a file that only its owner can read; gives the settings that name them."""
-    settings, files = dict(found.settings), []
-    others = {name: value for name, value in found.secrets.items() if name != API_KEY}
-    texts = {"api_key_file": f"{found.secrets[API_KEY]}\n"} if API_KEY in found.secrets else {}
-    texts |= {"secrets_file": "".join(f"{name}={quote(value)}\n" for name, value in others.items())} if others else {}
-    for setting, text in texts.items():
-        path = directory / f"taken-over.{'api-key' if setting == 'api_key_file' else 'secrets'}"
-        LocalHost("head").write(path, text.encode(), 0o600)
-        settings[setting] = str(path)
-        files.append(path)
-    return settings, tuple(files)
+        message = f"{', '.join(broken)} of theirs is more than one line of text"
+        raise usage_error("secret_invalid", message, "mount it into both as a file, and start your own script again")
+    others = "".join(f"{name}={quote(value)}\n" for name, value in found.secrets.items() if name != API_KEY)
+    key = f"{found.secrets[API_KEY]}\n" if API_KEY in found.secrets else ""
+    texts = {("api_key_file", "api-key"): key, ("secrets_file", "secrets"): others}
+    return {name: (directory / f"taken-over.{kind}", text) for (name, kind), text in texts.items() if text}
 
 
 # -- what runs against what we would run ------------------------------------------------------------------------------
@@ -207,21 +197,26 @@ def compare_with_running(session: Session) -> Comparison:
     known = require_lock(session)
     with connect(settings) as cluster:
         links = cluster.on_both(link.gather)
-        specs = blueprint.build_specs(Deployment(settings, recipe, known, cluster), links)
         running = _find_running(cluster.on_both(takeover_facts.gather))
-        reference = known.image.reference
-        wanted = {
-            node.role: Wanted(
-                with_secrets(specs[node.role], read_secrets(settings)),
-                reference,
-                _image_id(node, specs[node.role].image),
-            )
-            for node in cluster.nodes
-        }
-    rows = [row for role in ROLES for row in compare(running[role], wanted[role])]
-    secrets = _all_secrets(settings, running)
+        images = cluster.on_both(lambda node: _image_id(node, image.tag_of(recipe, known)))
+        deployment = Deployment(settings, recipe, known, cluster)
+        rows = _differences(deployment, links, running, read_secrets(settings), images)
+    theirs = [SecretStr(value) for one in running.values() for value in find_secrets(one, "")]
+    secrets = [*read_secrets(settings).values(), *theirs]
     shown = [replace(row, theirs=mask(row.theirs, secrets), ours=mask(row.ours, secrets)) for row in rows]
     return Comparison(tuple(shown), {role: running[role].name for role in ROLES})
+
+
+def _differences(
+    deployment: Deployment,
+    links: Links,
+    running: Mapping[Role, Running],
+    secrets: Mapping[str, SecretStr],
+    images: Mapping[Role, str],
+) -> list[Difference]:
+    specs, reference = blueprint.build_specs(deployment, links), deployment.lock.image.reference
+    wanted = {role: Wanted(with_secrets(specs[role], secrets), reference, images[role]) for role in ROLES}
+    return [row for role in ROLES for row in compare(running[role], wanted[role])]
 
 
 def _find_running(facts: Mapping[Role, Facts]) -> dict[Role, Running]:
@@ -229,23 +224,15 @@ def _find_running(facts: Mapping[Role, Facts]) -> dict[Role, Running]:
     if ours.keys() == set(ROLES):
         return ours
     try:
-        pair = find_pair(facts)
+        return find_pair(facts).ranks
     except SparkserveError as error:
         if error.code == "takeover_none":
-            error.message, error.hint = (
-                "no pair runs on these nodes, neither ours nor one of others",
-                "sparkserve start",
-            )
+            error.message = "no pair runs on these nodes, neither ours nor one of others"
+            error.hint = "sparkserve start"
         raise
-    return {"head": pair.head, "worker": pair.worker}
 
 
 def _image_id(node: Node, name: str) -> str:
     page = f"/images/{name}/json"
     answer = node.session.ask("facts", docker=[page])["docker"][page]
     return str(answer["body"]["Id"]) if answer.get("status") == 200 else ""
-
-
-def _all_secrets(settings: Settings, running: Mapping[Role, Running]) -> list[SecretStr]:
-    theirs = [SecretStr(value) for one in running.values() for value in find_secrets(one, "")]
-    return [*read_secrets(settings).values(), *theirs]

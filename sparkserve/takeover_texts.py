@@ -5,46 +5,71 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from sparkserve.cluster import Role
 from sparkserve.container import LinkPlace
 from sparkserve.recipe import render
 from sparkserve.takeover_facts import Running
-from sparkserve.takeover_families import Family, pairs
+from sparkserve.takeover_families import Family
 
 API_KEY = "api_key"
-_SECRET_NAME = re.compile(r"(.*_)?(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)", re.IGNORECASE)
+# A part of a variable's or flag's name that says what it holds; a name that ends in _FILE tells where that lies.
+_SECRET_NAME = re.compile(
+    r"(?!.*_(?:FILE|PATH|DIR)S?$)(?:.*_)?(?:[A-Z0-9]*(?:TOKEN|KEY|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?"
+    r"|PAT|PWD|AUTH|AUTHORIZATION)(?:_.*)?",
+    re.IGNORECASE,
+)
 # What betrays a secret under any name: tokens of well-known makers, and a password in an address.
 _SECRET_VALUE = re.compile(
-    r"\b(?:hf_|sk-|gh[pousr]_|glpat-|nvapi-|xox[bp]-)[A-Za-z0-9_-]{12,}|(?<=://)[^\s/@:]+:[^\s/@]+(?=@)"
+    r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|nvapi-|xox[bp]-)[A-Za-z0-9_-]{12,}|(?<=://)[^\s/@:]+:[^\s/@]+(?=@)"
 )
-_NO_SECRET = re.compile(r"|\d+|true|false|[/-].*", re.IGNORECASE)
-# Shorter ones are only taken where they are a whole value: they would be found inside of other words.
+_NO_SECRET = re.compile(r"|-?[\d.]+|true|false|yes|no|on|off|none|null|auto", re.IGNORECASE)
+# Where files of a container are beside its mounts; a random text may begin with a slash, too.
+_PATH = re.compile(
+    r"/(app|bin|cache|data|dev|etc|home|lib|media|mnt|models?|opt|proc|root|run|s?bin|srv|sys|tmp|usr|var)/.*"
+)
+# A name with its value inside of a text: a shell's assignment, JSON, a flag.
+_NAMED = re.compile(
+    r"""(--[\w-]+(?=[=\s])|\w+(?=["']?\s*[=:]))["']?\s*[=:\s]\s*(?:Bearer\s+)?(?:"([^"]*)"|'([^']*)'|([^\s"';&|,}]+))"""
+)
+# Shorter ones are only taken where they are a whole word: they would be found inside of others.
 _SHORT = 8
-
-
-@dataclass(frozen=True)
-class Words:
-    """One rank's arguments and environment."""
-
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
 
 
 def find_secrets(running: Running, label: str) -> dict[str, str]:
     """Find everything that must not be read in a recipe: value to name, `api_key` for the key of the served API."""
     found: dict[str, str] = {}
-    for name, value in running.env.items():
-        if _SECRET_NAME.fullmatch(name) and not _NO_SECRET.fullmatch(value):
-            found.setdefault(value, API_KEY if name.upper() == f"{label.upper()}_API_KEY" else name)
-    for flag, value in pairs(running.words):
-        name = flag.lstrip("-").replace("-", "_")
-        if _SECRET_NAME.fullmatch(name) and not _NO_SECRET.fullmatch(value):
-            found[value] = API_KEY if name == API_KEY else found.get(value, name.upper())
+    for name, value in _named(running):
+        if _SECRET_NAME.fullmatch(name) and not _is_harmless(value, running):
+            if name in (API_KEY, f"{label.upper()}_API_KEY"):
+                found[value] = API_KEY
+            found.setdefault(value, re.sub(r"\W|^(?=\d)", "_", name, flags=re.ASCII).upper())
     for text in (*running.argv, *running.env.values()):
         for match in _SECRET_VALUE.finditer(text):
             found.setdefault(match[0], f"SECRET_{len(found) + 1}")
     return found
+
+
+def _named(running: Running) -> Iterator[tuple[str, str]]:
+    """Give all that has a name: variables, each word behind a flag, and what their texts name inside."""
+    yield from running.env.items()
+    flag = ""
+    for word in () if running.is_script else running.words:
+        if word.startswith("--"):
+            flag = "" if "=" in word else word.lstrip("-").replace("-", "_")
+        elif flag:
+            yield flag, word
+    for text in (*running.argv, *running.env.values()):
+        for name, *values in _NAMED.findall(text):
+            yield name[2:].replace("-", "_") if name.startswith("--") else name.upper(), "".join(values)
+
+
+def _is_harmless(value: str, running: Running) -> bool:
+    """Whether a value is a word of settings, a path, or what a shell puts another value for."""
+    is_reference = running.is_script and value.startswith("$")
+    is_path = _PATH.fullmatch(value) or any(PurePosixPath(value).is_relative_to(one.target) for one in running.mounts)
+    return bool(_NO_SECRET.fullmatch(value) or is_reference or is_path)
 
 
 def name_apart(both: Iterable[Mapping[str, str]]) -> dict[str, str]:
@@ -66,15 +91,14 @@ class Translation:
     links: Mapping[Role, LinkPlace]
     parameters: Mapping[str, str]
 
-    def of(self, running: Running) -> Words:
-        """Translate one rank; addresses are named by their node, so that both ranks can be laid side by side."""
+    def of(self, running: Running) -> tuple[list[str], dict[str, str]]:
+        """Translate a rank's arguments and environment; addresses are named by their node, to lay both side by side."""
         argv = list(running.argv)
         flags = [] if running.is_script else list(self._flag_values(argv))
         texts = [self._text(word, running.role) for word in argv]
         for index, text in flags:
             texts[index] = text
-        env = {name: self._variable(name, value, running.role) for name, value in running.env.items()}
-        return Words(tuple(texts), env)
+        return texts, {name: self._variable(name, value, running.role) for name, value in running.env.items()}
 
     def _flag_values(self, argv: Sequence[str]) -> Iterator[tuple[int, str]]:
         """Give what a known flag's value becomes, where it says what the recipe's own tables say."""
@@ -96,11 +120,10 @@ class Translation:
 
     def _text(self, text: str, role: Role) -> str:
         link = self.links[role]
-        text = text.replace("${", "${dollar}{")
-        for value, name in sorted(self.secrets.items(), key=lambda item: -len(item[0])):
-            named = f"${{secret.{name}}}"
-            if text == value or len(value) >= _SHORT:
-                text = text.replace(value, named)
+        shown = {value: f"${{secret.{name}}}" for value, name in self.secrets.items()}
+        values = sorted(shown, key=len, reverse=True)
+        parts = [rf"(?<!\w){re.escape(one)}(?!\w)" if len(one) < _SHORT else re.escape(one) for one in values]
+        text = re.sub("|".join([*parts, r"\$\{"]), lambda match: shown.get(match[0], "${dollar}{"), text)
         hcas = ",".join(link.hcas)
         if hcas and text.lstrip("=^") == hcas:
             return text.replace(hcas, "${link.hcas}")

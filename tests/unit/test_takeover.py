@@ -21,17 +21,17 @@ from sparkserve.output import Mode, Output
 from sparkserve.recipe import Recipe
 from sparkserve.recipe_text import to_toml
 from sparkserve.settings import Settings
-from sparkserve.takeover import Served, Takeover, find_pair, find_ranks, translate
+from sparkserve.takeover import Takeover, find_pair, find_ranks, translate
 from sparkserve.takeover_facts import Facts, Running, find_beside, given_beside, parse
 from sparkserve.takeover_families import read_families
-from sparkserve.takeover_story import _find_running, compare_with_running
+from sparkserve.takeover_story import _check_equal, _find_running, compare_with_running
 from sparkserve.takeover_texts import find_secrets, lay_together, name_apart
 from tests.unit.cases import CASES, ROOT, case_files, read_case, read_rows, row_name
 from tests.unit.deployments import LINKS, make_pair
 
 GOLDEN = ROOT / "tests" / "golden" / "takeover"
 PAIRS = [path for path in case_files("takeover") if "_by_" in path.name]
-SERVED = Served(8000, "served-name")
+SERVED = {"ports.api": "8000", "model_name": "served-name"}
 FAMILY_TABLES = ("phases", "failures", "readiness", "counters")
 Inspected = dict[str, dict[str, Any]]
 
@@ -162,14 +162,14 @@ def test_an_image_with_a_digest_is_named_by_it() -> None:
 
 
 def change(inspected: Inspected, edits: dict[str, Any]) -> Inspected:
-    """Set values by a path such as `head.container.HostConfig.NetworkMode`; `swap` exchanges the nodes."""
+    """Set values by paths such as `head.container.HostConfig.NetworkMode`, `both.…`; `swap.` exchanges the nodes."""
     changed = copy.deepcopy(inspected)
-    if edits.get("swap"):
+    if edits.get("swap."):
         changed = {"head": changed["worker"], "worker": changed["head"]}
     for path, value in edits.items():
-        if path != "swap":
-            *parents, last = path.split(".")
-            place: Any = changed
+        node, *parents, last = path.split(".")
+        for role in {"both": ROLES, "swap": ()}.get(node, (node,)):
+            place: Any = changed[role]
             for key in parents:
                 place = place[key]
             place[last] = value
@@ -184,6 +184,31 @@ def test_what_cannot_be_taken_over_is_refused_by_name(case: dict[str, Any]) -> N
     assert case["words"] in f"{caught.value}\n{caught.value.details}"
     assert case.get("hint", "") in caught.value.hint
     assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("case", read_rows("takeover", "forms"), ids=row_name)
+def test_what_is_taken_is_equal_and_the_rest_is_told(case: dict[str, Any]) -> None:
+    inspected = change(read(case["of"]), case["edits"])
+    found = taken(inspected)
+    rows = differences(inspected)
+    assert sorted(f"{row.node} {row.name}" for row in rows if not row.reason) == case["unexplained"]
+    assert len(found.recipe["container"]["mounts"]) == case.get("mounts", len(found.recipe["container"]["mounts"]))
+    assert case.get("note", "") in "\n".join(found.notes)
+    assert "pa${ss" not in to_toml(found.recipe)
+
+
+def test_a_pair_that_ours_would_not_equal_is_refused_before_anything_is_written() -> None:
+    inspected = change(read("vllm_by_hand"), {"both.container.HostConfig.CapDrop": ["ALL"]})
+    found, pair = taken(inspected), find_pair(facts_of(inspected))
+    recipe = recipe_of(found)
+    lock = Lock(schema=1, recipe=recipe.name, weights=(), image=LockedImage(reference=recipe.image.reference))
+    settings = Settings.model_validate({**found.settings, "api_key_file": "/key"})
+    deployment = Deployment(settings, recipe, lock, make_cluster(settings))
+    with pytest.raises(SparkserveError) as caught:
+        _check_equal(deployment, LINKS, pair, found.secrets)
+    assert (caught.value.code, caught.value.exit_code) == ("takeover_unequal", 3)
+    assert caught.value.message == "no recipe can say all that runs: option CapDrop"
+    assert "worker: option CapDrop: ['ALL']" in caught.value.details
 
 
 def test_the_engine_beside_a_sleeper_is_the_one_that_no_shell_wraps() -> None:
@@ -204,6 +229,23 @@ def test_a_pair_is_not_compared_without_a_lock_or_a_pair(tmp_path: Path) -> None
     with pytest.raises(SparkserveError) as caught:
         _find_running({role: Facts((), 0, 0) for role in ROLES})
     assert (caught.value.code, caught.value.hint) == ("takeover_none", "sparkserve start")
+
+
+def test_two_pairs_with_one_image_are_told_apart_by_where_they_meet() -> None:
+    first, second = (facts_of(read("vllm_by_hand")) for _ in range(2))
+    for role in ROLES:
+        one = second[role].running[0]
+        argv = tuple("29777" if word == "29501" else word for word in one.argv)
+        second[role] = replace(second[role], running=(replace(one, name=f"other-{role}", argv=argv),))
+    both = {role: replace(first[role], running=first[role].running + second[role].running) for role in ROLES}
+    with pytest.raises(SparkserveError) as caught:
+        find_pair(both)
+    assert caught.value.message == (
+        "more than one pair runs: vllm-head and vllm-worker; other-head and other-worker"
+    )  # fmt: skip
+    assert "docker stop other-head" in caught.value.hint
+    both["worker"] = replace(both["worker"], running=second["worker"].running)
+    assert find_pair(both).head.name == "other-head"
 
 
 def test_two_pairs_are_one_too_many() -> None:
@@ -230,7 +272,8 @@ def test_every_family_tells_rank_and_meeting_place() -> None:
 @pytest.mark.parametrize("case", read_rows("takeover", "secrets"), ids=row_name)
 def test_secrets_are_found_by_name_and_by_look(case: dict[str, Any]) -> None:
     running = facts_of(read("vllm_by_hand"))["head"].running[0]
-    running = replace(running, entrypoint=("vllm",), argv=tuple(case.get("argv", ())), env=case.get("env", {}))
+    given = (("bash", "-c"), (case["script"],)) if "script" in case else (("vllm",), tuple(case.get("argv", ())))
+    running = replace(running, entrypoint=given[0], argv=given[1], env=case.get("env", {}))
     assert find_secrets(running, "vllm") == case["found"]
 
 
