@@ -172,7 +172,7 @@ def tune(
         _run_steps(common, ("tune",), preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
     output = common.output
     rows = lifecycle.undo_tuning(session(common, "tune", output, recipe=recipe), dry_run=dry_run or check)
-    output.result("tune", {"undone": rows}, tables.pair_table("put back", rows))
+    output.result("tune", {"undone": rows}, tables.value_table(rows, "node", "put back"))
 
 
 @command("sparkserve start; sparkserve start --dry-run; sparkserve start --recipe ./other")

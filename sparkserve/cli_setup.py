@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sparkserve.command_line import Common, DryRun, Recipe, command, session
-from sparkserve.errors import usage_error
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from sparkserve.setup import Setup, Wish
 
 key = typer.Typer(help="Make the key that API clients must send.", rich_markup_mode=None, no_args_is_help=True)
 
 
-@command("sparkserve init; sparkserve init spark@192.168.1.22; sparkserve init --worker spark-2 --yes")
+@command("sparkserve init; sparkserve init spark@192.168.1.22; sparkserve init spark-2 --yes")
 def init(  # noqa: PLR0913 - one for each option
     common: Common,
-    address: Annotated[str | None, typer.Argument(metavar="WORKER", help="The worker, as ssh reaches it.")] = None,
+    worker: Annotated[str | None, typer.Argument(metavar="WORKER", help="The worker, as ssh reaches it.")] = None,
     *,
-    worker: Annotated[str | None, typer.Option("--worker", help="The same, as an option.")] = None,
     recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="Recipe name or directory.")] = None,
     models_dir: Annotated[str | None, typer.Option("--models-dir", help="Directory of the weights.")] = None,
     head_link: Annotated[str | None, typer.Option("--head-link", help="The head's address on the cable.")] = None,
@@ -51,7 +47,7 @@ def init(  # noqa: PLR0913 - one for each option
 
     output = common.output
     output.takes_defaults = yes
-    flags = {"worker": _one_worker(address, worker), "recipe": recipe, "models_dir": models_dir}
+    flags = {"worker": worker, "recipe": recipe, "models_dir": models_dir}
     flags |= {"head_link": head_link, "worker_link": worker_link}
     environment = process_environment()
     wish = setup.Wish(common.env_file, flags, environment, accept_host_key, force, from_running, dry_run)
@@ -63,28 +59,24 @@ def init(  # noqa: PLR0913 - one for each option
     output.say(f"hint: sparkserve {hint}")
 
 
-def _conclude(
-    common: Common, wish: Wish, found: Setup, recipe_dir: Path
-) -> tuple[dict[str, object], list[Table | str], str]:
+def _conclude(common: Common, wish: Wish, found: Setup, recipe_dir: Path) -> tuple[dict[str, Any], list[Any], str]:
     """Do what is left once both nodes were seen: what it adds to the data, what is shown, and what to type next."""
     from sparkserve import doctor, doctor_tables, setup_tables, takeover_story, takeover_tables
+    from sparkserve.tables import value_table
 
     if wish.dry_run:
         return {}, [setup_tables.planned_view(found)], "init"
+    data: dict[str, Any] = {}
+    views: list[Any] = [value_table(found.values, caption=f"written to {found.env_file}")]
     if wish.from_running:
         taken = takeover_story.take_over(found.loaded, found.text, recipe_dir, force=wish.force)
         found.notes += taken.notes
-        views = [setup_tables.setup_view(found), *takeover_tables.taken_view(taken)]
-        return {"taken_over": taken}, views, "plan --against-running"
+        data["taken_over"] = taken
+        views += takeover_tables.taken_view(taken)
     report = doctor.examine(session(common, "init", common.output), found.cluster)
-    views = [setup_tables.setup_view(found), "", *doctor_tables.report_view(report)]
-    return {"doctor": doctor_tables.report_data(report)}, views, "doctor" if report.exit_code else "up --dry-run"
-
-
-def _one_worker(address: str | None, option: str | None) -> str | None:
-    if None not in (address, option) and address != option:
-        raise usage_error("worker_twice", f"{address} and {option} are both named as the worker", "name one")
-    return address if option is None else option
+    data["doctor"] = doctor_tables.report_data(report)
+    hint = "plan --against-running" if wish.from_running else "doctor" if report.exit_code else "up --dry-run"
+    return data, [*views, "", *doctor_tables.report_view(report)], hint
 
 
 @command("sparkserve key new; sparkserve key new --set", key)
@@ -136,5 +128,5 @@ def connect(
     run = session(common, "connect", common.output, recipe=recipe)
     found = api_client.describe_access(run.settings, run.recipe, *api_client.find_addresses(run.settings))
     key_text = read_secret(found.key_file, "key of the API").get_secret_value() if show_key and found.key_file else ""
-    data, view = setup_tables.access_data(found, key_text), setup_tables.access_view(found, key_text)
-    common.output.result("connect", data, *view)
+    data = {**vars(found), **({"key": key_text} if key_text else {})}
+    common.output.result("connect", data, *setup_tables.access_view(found, key_text))

@@ -57,6 +57,14 @@ class Voice(Protocol):
         """Show a plan under way."""
         ...
 
+    def ask(self, question: str, flag: str) -> bool:
+        """Ask for a yes, or tell the flag that says it."""
+        ...
+
+    def ask_value(self, question: str, default: str, flag: str) -> str:
+        """Ask for a value; where nobody is there the default stands, and no default is told the flag."""
+        ...
+
     def ask_secret(self, question: str) -> str | None:
         """Ask a person for a secret; None where nobody is there."""
         ...

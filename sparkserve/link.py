@@ -193,11 +193,15 @@ def _ssh_addresses(answer: Mapping[str, Any] | None) -> tuple[str, str]:
 
 def _find_twin(name: str, interfaces: tuple[Interface, ...]) -> str:
     """Find the other PCIe half of the same port: the same function and port number, another PCI domain."""
-    suffix = _PORT_SUFFIX.search(name)
-    if suffix is None:
-        return ""
-    others = [item.name for item in interfaces if item.name != name and item.name.endswith(suffix[1]) and item.up]
+    port = port_of(name)
+    others = [item.name for item in interfaces if item.up and item.name != name and port_of(item.name) == port]
     return others[0] if len(others) == 1 else ""
+
+
+def port_of(name: str) -> str:
+    """Give what the interfaces of both halves of a port share in their names; any other name stands for itself."""
+    suffix = _PORT_SUFFIX.search(name)
+    return suffix[1] if suffix else name
 
 
 def _answers_at(device: RdmaDevice, index: int | None) -> bool:

@@ -6,17 +6,13 @@ import random
 
 _WORDS = tuple(
     """
-    anchor apple april arrow autumn baker barley basket beacon bell birch bottle bridge bronze brook candle canvas
-    carpet cedar chalk cherry clay cliff clock cloud clover copper corner cotton crane curtain daisy desert dock
-    door drum eagle east elm ember engine falcon feather fence fern ferry field flint flour forest fountain fox
-    garden gate ginger glass glove granite grass gravel hammer harbor hazel hill honey horn island ivory ivy jacket
-    jar kettle kite ladder lake lamp lantern leather lemon lily linen lock maple marble market meadow melon mill
-    mint mirror moss mountain needle nest north oak oats olive onion orchard otter oven paddle paper path pear
-    pebble pepper pine plank plum pocket pond poplar quarry quill rain raven reed ribbon river road robin roof rope
-    rose saddle sail salt sand scarf shell shore silk silver slate smoke snow south spoon spring spruce stable stone
-    straw sugar summer swan table tea thread tile timber tower trail valley velvet violet wagon wall walnut water
-    wheat wheel willow window winter wolf wool yard
-    """.split()  # noqa: SIM905 - a list of 190 quoted words would be a page
+    anchor apple april autumn baker barley basket beacon birch bottle bridge bronze brook candle canvas carpet cedar
+    cherry clay cliff cloud clover copper corner cotton crane curtain daisy desert door drum eagle east ember falcon
+    feather fern ferry field flint forest fountain fox garden ginger glass granite harbor hazel hill honey island ivory
+    kettle kite ladder lake lamp leather lemon lily linen maple marble market meadow mill mint mirror moss mountain
+    nest north oak olive onion orchard otter paddle paper pear pebble pepper pine plank pond poplar quarry rain raven
+    ribbon river road robin rope rose saddle sail salt sand shell silver slate smoke snow south spring stable stone
+    """.split()  # noqa: SIM905 - a list of so many quoted words would be a page
 )
 
 

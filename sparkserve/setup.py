@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sparkserve import link, ssh_trust, system
 from sparkserve.checks import show_size
@@ -18,7 +22,7 @@ from sparkserve.cluster import ROLES, Cluster, Node, Role, connect
 from sparkserve.env_file import render
 from sparkserve.errors import SparkserveError, usage_error
 from sparkserve.hosts import LocalHost
-from sparkserve.lifecycle import find_recipe
+from sparkserve.lifecycle import Voice, find_recipe
 from sparkserve.link import LinkFacts, Proposal
 from sparkserve.recipe import Recipe
 from sparkserve.settings import Loaded, Settings, check_answer, load, parse_env, variable_name
@@ -26,7 +30,10 @@ from sparkserve.system import DiskFacts, SystemFacts, parse_disk
 
 # What is asked, and the flag that answers it where nobody can be asked.
 QUESTIONS = {
-    "worker": ("The worker, as ssh reaches it: address, name or user@address", "--worker ADDRESS"),
+    "worker": (
+        "The worker, as ssh reaches it: address, name or user@address",
+        "ADDRESS, as in `sparkserve init spark@192.168.1.22`",
+    ),
     "recipe": ("Recipe (`sparkserve recipes` lists them)", "--recipe NAME"),
     "models_dir": ("Directory of the weights", "--models-dir DIR"),
     "head_link": ("The head's address on the cable", "--head-link ADDRESS"),
@@ -36,21 +43,11 @@ _HEADING = ("Written by `sparkserve init`; change it as you like. The lines with
 _FILE_SYSTEMS = ("btrfs", "ext3", "ext4", "f2fs", "xfs", "zfs")
 _NEIGHBOURS = ["ip", "-json", "-4", "neigh"]
 _HOME = "~/sparkserve"
+_DISCARD_PORT = 9
+_ANSWER_SECONDS = 1.0
+_SMALL_NETWORK = 24
 # Room that stays free beside what a recipe needs.
 _MARGIN = 2_000_000_000
-
-
-class Interview(Protocol):
-    """Who answers: a person, or flags and defaults."""
-
-    def ask(self, question: str, flag: str) -> bool:
-        """Ask for a yes."""
-
-    def ask_value(self, question: str, default: str, flag: str) -> str:
-        """Ask for a value."""
-
-    def say(self, text: str) -> None:
-        """Tell what is wrong with an answer, before it is asked for again."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ class Choices:
     """The settings under way: what is given stands, the rest is asked with a default."""
 
     loaded: Loaded
-    voice: Interview
+    voice: Voice
     values: dict[str, str] = field(default_factory=dict)
 
     def is_given(self, name: str) -> bool:
@@ -136,7 +133,7 @@ class Choices:
 
 
 @contextmanager
-def init(wish: Wish, voice: Interview, show: Callable[[Setup], None]) -> Iterator[Setup]:
+def init(wish: Wish, voice: Voice, show: Callable[[Setup], None]) -> Iterator[Setup]:
     """Make the worker known, look at both nodes, and write their `.env`; `show` gets what was seen before it asks."""
     path = wish.env_file.resolve()
     if wish.from_running and wish.dry_run:
@@ -187,21 +184,43 @@ def _text(path: Path, values: Mapping[str, str]) -> str:
 
 
 def _find_neighbour(settings: Settings) -> str:
-    """Give the address of the one machine that the cable's ports know; empty where there is none, or more than one."""
+    """Give the address of the one machine at the other end of the cable; empty where there is none, or more than one.
+
+    Who never heard of it is asked for by a packet to each address of the cable's own small network.
+    """
     head = Node("head", LocalHost("head"), settings)
     try:
-        answer = head.session.ask("facts", commands={"neighbours": _NEIGHBOURS})["commands"]["neighbours"]
-        ports = {device.interface for device in link.gather(head).devices if device.active}
+        facts = link.gather(head)
+        ports = {device.interface for device in facts.devices if device.active}
+        for address in list_unheard(facts, ports):
+            with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.sendto(b"", (address, _DISCARD_PORT))
+        found, deadline = "", time.monotonic() + _ANSWER_SECONDS
+        while ports and not found and time.monotonic() < deadline:
+            time.sleep(_ANSWER_SECONDS / 10)
+            answer = head.session.ask("facts", commands={"neighbours": _NEIGHBOURS})["commands"]["neighbours"]
+            found = parse_neighbours(answer["out"] if answer and answer["code"] == 0 else "[]", ports)
+        return found
     finally:
         head.close()
-    found = parse_neighbours(answer["out"] if answer and answer["code"] == 0 else "[]", ports)
-    return found[0] if len(found) == 1 else ""
 
 
-def parse_neighbours(text: str, ports: set[str]) -> list[str]:
-    """List the addresses that answered on one of these interfaces, from `ip -json neigh`."""
+def list_unheard(facts: LinkFacts, ports: Set[str]) -> Iterator[str]:
+    """List the addresses that the other end of these ports may have, where its network is a small one."""
+    for one in facts.interfaces:
+        for network in map(ipaddress.IPv4Network, one.networks if one.name in ports else ()):
+            if network.prefixlen >= _SMALL_NETWORK:
+                yield from (str(host) for host in network.hosts() if str(host) not in one.addresses)
+
+
+def parse_neighbours(text: str, ports: Set[str]) -> str:
+    """Give who answered on these interfaces, from `ip -json neigh`, where it is one machine: one for each half."""
     rows: list[dict[str, Any]] = json.loads(text or "[]")
-    return [row["dst"] for row in rows if row.get("dev") in ports and "lladdr" in row]
+    found = sorted((row["dev"], str(row["dst"])) for row in rows if row.get("dev") in ports and "lladdr" in row)
+    cables = {link.port_of(name) for name, _ in found}
+    if len(cables) != 1 or len(dict(found)) != len(found):
+        return ""
+    return min(found, key=lambda item: len(item[0]))[1]
 
 
 # -- both nodes -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from sparkserve.checks import show_size
 from sparkserve.hosts import mask
-from sparkserve.tables import make_table
+from sparkserve.tables import make_table, value_table
 
 if TYPE_CHECKING:
     from sparkserve.api_client import Access
@@ -44,19 +44,9 @@ def _seen_rows(seen: Seen) -> dict[str, str]:
 
 def setup_data(found: Setup) -> dict[str, Any]:
     """Give what was seen and decided as plain data."""
-    return {
-        "env_file": found.env_file,
-        "values": found.values,
-        "nodes": {role: _seen_rows(seen) for role, seen in found.seen.items()},
-        "link": found.proposal,
-        "trusted": found.trusted,
-        "notes": found.notes,
-    }
-
-
-def setup_view(found: Setup) -> Table:
-    """Show what was decided."""
-    return make_table("setting", "value", rows=found.values.items(), caption=f"written to {found.env_file}")
+    told = {name: getattr(found, name) for name in ("env_file", "values", "trusted", "notes")}
+    nodes = {role: _seen_rows(seen) for role, seen in found.seen.items()}
+    return {**told, "nodes": nodes, "link": found.proposal}
 
 
 def planned_view(found: Setup) -> str:
@@ -64,18 +54,13 @@ def planned_view(found: Setup) -> str:
     return f"{mask(found.text, [found.loaded.settings.hf_token])}\nnothing was written to {found.env_file}"
 
 
-def access_data(found: Access, key: str) -> dict[str, Any]:
-    """Give all of it as plain data; the key itself only where it was asked for."""
-    return {**vars(found), **({"key": key} if key else {})}
-
-
 def access_view(found: Access, key: str) -> list[Table | str]:
     """Show what is typed into an app, then both requests as they can be pasted."""
-    rows = [
-        ("base URL", found.base_url),
-        ("model name", found.model),
-        ("API key", key or (f"the content of {found.key_file}" if found.key_file else "any text")),
-        ("from another machine", " or ".join(found.remote_urls)),
-        *([("while this runs there", found.tunnel)] if found.tunnel else []),
-    ]
-    return [make_table("setting", "value", rows=rows), f"\n{found.curl}\n", found.python]
+    rows = {
+        "base URL": found.base_url,
+        "model name": found.model,
+        "API key": key or (f"the content of {found.key_file}" if found.key_file else "any text"),
+        "from another machine": " or ".join(found.remote_urls),
+        **({"while this runs there": found.tunnel} if found.tunnel else {}),
+    }
+    return [value_table(rows), f"\n{found.curl}\n", found.python]

@@ -134,9 +134,9 @@ def summary_table(outcome: Outcome) -> Table:
     return make_table("step", "node", "proof", "time", rows=rows, caption=caption)
 
 
-def pair_table(title: str, rows: Mapping[str, str]) -> Table:
-    """Show one value per node."""
-    return make_table("node", title, rows=rows.items())
+def value_table(rows: Mapping[str, str], name: str = "setting", value: str = "value", *, caption: str = "") -> Table:
+    """Show one value for each name."""
+    return make_table(name, value, rows=rows.items(), caption=caption)
 
 
 def proofs_table(proofs: Sequence[Any]) -> Table:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from sparkserve.tables import make_table
+from sparkserve.tables import make_table, value_table
 
 if TYPE_CHECKING:
     from sparkserve.takeover_story import Comparison, Taken
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 def taken_view(found: Taken) -> list[Table | str]:
     """Show what was written, and how to go on."""
-    caption = f"written to {found.env_file}; the recipe is {found.recipe}"
-    table = make_table("setting", "value", rows=found.settings.items(), caption=caption)
+    table = value_table(found.settings, caption=f"written to {found.env_file}; the recipe is {found.recipe}")
     kept = [f"secrets of theirs are in {path} (mode 0600), and nowhere else" for path in found.secret_files]
     steps = [
         "to go on, after `sparkserve plan --against-running`:",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sparkserve.settings import parse_env
+from tests.lab.node import LabNode
 from tests.lab.pair import HOME, TOKEN, Pair
 
 pytestmark = pytest.mark.faults
@@ -92,12 +93,10 @@ def test_from_nothing_with_the_address_alone(new: Pair, shown: str) -> None:
 
 def test_without_a_terminal_flags_say_all(new: Pair, shown: str) -> None:
     address = new.worker.management_address
-    assert codes(new.ask("init")) == (2, ["needs_value"])
-    assert new.ask("init")["errors"][0]["hint"] == "add --worker ADDRESS"
-    answer = new.ask("init", "--worker", address, *RECIPE)
+    answer = new.ask("init", address, *RECIPE)
     assert codes(answer) == (2, ["needs_yes"])
     assert answer["errors"][0]["hint"] == f"add --accept-host-key {shown}"
-    words = ("--worker", f"spark@{address}", "--models-dir", "~/models", "--worker-link", new.worker.twin_address)
+    words = (f"spark@{address}", "--models-dir", "~/models", "--worker-link", new.worker.twin_address)
     answer = new.ask("init", *words, *RECIPE, "--accept-host-key", shown, "--yes")
     assert answer["exit_code"] == 0, answer["errors"]
     found = written(new)
@@ -131,7 +130,7 @@ def test_a_wrong_answer_is_told_and_nothing_is_written(pair: Pair) -> None:
         (("--recipe", "nosuch"), "recipe_unknown"),
         (("--recipe", "recipes/lab", "--head-link", "nonsense"), "settings_invalid"),
     ):
-        answer = pair.ask("init", "--worker", address, *words)
+        answer = pair.ask("init", address, *words)
         assert codes(answer) == (2, [code])
     assert pair.head.run(["ls", ".env"], check=False).returncode != 0
     pair.write_settings()
@@ -140,21 +139,32 @@ def test_a_wrong_answer_is_told_and_nothing_is_written(pair: Pair) -> None:
 # -- networks ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def routeless(pair: Pair) -> Iterator[Pair]:
-    """No node has a default route."""
+NO_ROUTE = ["ip route del default"]
+OVER_A_THIRD = [
+    "ip link add third type veth peer name fourth",
+    "ip address add 10.31.0.1/24 dev third",
+    "ip link set third up",
+    "ip link set fourth up",
+    "ip route replace default dev third",
+]
+
+
+@pytest.fixture(params=[NO_ROUTE, OVER_A_THIRD], ids=["no default route at all", "it goes over a third network"])
+def routed(pair: Pair, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """The default route of both nodes is not where it was."""
     for node in pair.lab.nodes:
-        node.run(["ip", "route", "del", "default"], user="root")
+        node.run(["sh", "-ec", "\n".join(request.param)], user="root")
     yield pair
     for node in pair.lab.nodes:
-        node.run(["ip", "route", "add", "default", "via", pair.lab.gateway_address], user="root")
+        node.run(["ip", "link", "delete", "third"], user="root", check=False)
+        node.run(["ip", "route", "replace", "default", "via", pair.lab.gateway_address], user="root")
 
 
-def test_no_default_route_at_all(routeless: Pair) -> None:
-    address = routeless.worker.management_address
-    answer = routeless.ask("init", address, "--force", *RECIPE)
+def test_the_default_route_has_no_say(routed: Pair) -> None:
+    address = routed.worker.management_address
+    answer = routed.ask("init", address, "--force", *RECIPE)
     assert answer["exit_code"] == 0, answer["errors"]
-    assert {**written(routeless), **expected(routeless, address)} == written(routeless)
+    assert {**written(routed), **expected(routed, address)} == written(routed)
 
 
 @pytest.fixture
@@ -170,6 +180,9 @@ def unaddressed(pair: Pair) -> Iterator[Pair]:
 
 def test_a_cable_without_addresses_leaves_them_open(unaddressed: Pair) -> None:
     unaddressed.head.run(["rm", "-f", ".env"])
+    answer = unaddressed.ask("init", *RECIPE)
+    assert codes(answer) == (2, ["needs_value"]), "nobody answers on the cable"
+    assert answer["errors"][0]["hint"] == "add ADDRESS, as in `sparkserve init spark@192.168.1.22`"
     answer = unaddressed.ask("init", unaddressed.worker.management_address, *RECIPE)
     assert (answer["exit_code"], answer["data"]["link"]) == (0, None)
     assert "docs/network.md" in answer["data"]["notes"][0]
@@ -182,7 +195,8 @@ def test_the_one_neighbour_on_the_cable_is_proposed(pair: Pair) -> None:
     pair.head.run(["rm", "-f", ".env"])
     known = f"{pair.worker.link_address} {pair.head.run(['cat', KNOWN]).stdout.decode().partition(' ')[2]}"
     pair.write(KNOWN, known)
-    pair.head.run(["ssh", "-oBatchMode=yes", pair.worker.link_address, "true"])
+    for port in (pair.head.link_interface, pair.head.twin_interface):  # nobody has ever used the cable
+        pair.head.run(["ip", "neigh", "flush", "dev", port], user="root")
     answer = pair.ask("init", *RECIPE)
     assert answer["exit_code"] == 0, answer["errors"]
     assert written(pair) == expected(pair, pair.worker.link_address)
@@ -239,6 +253,13 @@ def test_one_trusted_key_is_good_for_the_cable_too(new: Pair, shown: str) -> Non
 # -- an app -----------------------------------------------------------------------------------------------------------
 
 
+def ask_by_sdk(node: LabNode, script: str) -> bytes:
+    """Run what `connect` prints for the OpenAI SDK as it is; gives the model's answer."""
+    done = node.run([str(Path(sys.prefix) / "bin/python"), "-c", script])
+    assert done.stderr == b""
+    return done.stdout.strip()
+
+
 def test_what_connect_prints_works_as_it_is(prepared: Pair) -> None:
     prepared.head.run(["rm", "-f", "api-key"])
     assert prepared.ask("key", "new", "--set")["exit_code"] == 0
@@ -254,17 +275,17 @@ def test_what_connect_prints_works_as_it_is(prepared: Pair) -> None:
     assert reply["choices"][0]["message"]["content"]
     refused = prepared.head.run(["bash", "-c", found["curl"].replace("Bearer ", "Bearer x")])
     assert "API key" in refused.stdout.decode()
-    python = prepared.head.run([str(Path(sys.prefix) / "bin/python"), "-c", found["python"]])
-    assert python.stderr == b""
-    assert python.stdout.strip()
+    assert ask_by_sdk(prepared.head, found["python"])
     assert found["tunnel"] == f"ssh -N -L 8888:127.0.0.1:8888 spark@{prepared.head.management_address}"
     with prepared.worker.popen(["ssh", "-oStrictHostKeyChecking=accept-new", *found["tunnel"].split()[1:]]) as tunnel:
         patient = "curl --retry 20 --retry-delay 1 --retry-connrefused"
         remote = found["curl"].replace(f"$(cat {found['key_file']})", key).replace("curl", patient)
         reply = json.loads(prepared.worker.run(["bash", "-c", remote]).stdout)
+        prepared.worker.run(["tee", found["key_file"]], stdin=key.encode())
+        assert ask_by_sdk(prepared.worker, found["python"])
         tunnel.terminate()
     assert reply["model"] == found["model"]
-    prepared.worker.run(["rm", "-f", KNOWN])
+    prepared.worker.run(["rm", "-f", KNOWN, found["key_file"]])
 
 
 def test_others_reach_an_api_that_is_open_to_them(prepared: Pair) -> None:
@@ -279,3 +300,4 @@ def test_others_reach_an_api_that_is_open_to_them(prepared: Pair) -> None:
     remote = found["curl"].replace(found["base_url"], found["remote_urls"][0])
     reply = json.loads(prepared.worker.run(["bash", "-c", remote]).stdout)
     assert reply["choices"][0]["message"]["content"]
+    assert ask_by_sdk(prepared.worker, found["python"].replace(found["base_url"], found["remote_urls"][0]))

@@ -7,6 +7,7 @@ import json
 import tarfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -176,6 +177,8 @@ def test_a_pair_of_theirs_becomes_ours_with_nothing_copied(theirs: Pair) -> None
     assert [essence(node, name) for node, name in zip(theirs.lab.nodes, NAMES, strict=True)] == before
     answers = [theirs.sparkserve("init", worker, "--from-running", "--yes")]
     assert answers[0].returncode == 0, answers[0].stderr.decode()
+    verdict = answers[0].stdout.decode().rpartition("doctor: ")[2]
+    assert "fail" in verdict, "the ports are theirs as yet"
 
     answers.append(theirs.sparkserve("plan", "--against-running", "--json"))
     compared = json.loads(answers[1].stdout)
@@ -231,6 +234,10 @@ def check_up(pair: Pair, worker: str) -> None:
 def test_an_engine_beside_a_sleeping_main_process(fetched: Pair) -> None:
     theirs_up(fetched, beside=True)
     worker = f"spark@{fetched.worker.management_address}"
+    with no_tags(fetched.worker):
+        assert fetched.ask("init", worker, "--from-running", "--yes")["errors"][0]["node"] == "worker"
+    left = fetched.head.run(["sh", "-c", "ls -d .env recipe taken-over.* sparkserve.lock.json"], check=False).stdout
+    assert left == b"", "no --force is needed to try again"
     begun = fetched.sparkserve("init", worker, "--from-running", "--yes")
     assert begun.returncode == 0, begun.stderr.decode()
     compared = fetched.ask("plan", "--against-running")
@@ -243,6 +250,16 @@ def test_an_engine_beside_a_sleeping_main_process(fetched: Pair) -> None:
     assert {"MORE=1", f"HF_TOKEN={SECRET}", f"NCCL_SOCKET_IFNAME={fetched.worker.link_interface}"} <= set(found["env"])
     assert fetched.ask("plan", "--against-running")["data"]["differences"] == []
     check_secret(fetched, [begun.stdout + begun.stderr])
+
+
+@contextmanager
+def no_tags(node: LabNode) -> Iterator[None]:
+    """Let the node's Docker command name no image."""
+    script = '#!/bin/sh\n[ "$1" != tag ] || { echo no room >&2; exit 1; }\nexec /usr/bin/docker "$@"\n'
+    write = ["sh", "-c", "cat > /usr/local/bin/docker && chmod 755 /usr/local/bin/docker"]
+    node.run(write, stdin=script.encode(), user="root")
+    yield
+    node.run(["rm", "/usr/local/bin/docker"], user="root")
 
 
 def check_secret(pair: Pair, outputs: list[bytes]) -> None:

@@ -110,7 +110,6 @@ def test_a_key_that_is_there_is_kept_and_named(clean: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["a", "--worker", "b"], "worker_twice"),
         ([""], "settings_invalid"),
         (["a;b"], "settings_invalid"),
         (["a", "--models-dir", "x"], "settings_invalid"),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,7 +55,7 @@ class Typist(Defaults):
 def make_choices(env: str = "", **flags: str) -> tuple[setup.Choices, Defaults]:
     voice = Defaults()
     file = Path("/dev/null") if not env else Path(env)
-    return setup.Choices(load(file, {}, flags), voice), voice
+    return setup.Choices(load(file, {}, flags), cast("Any", voice)), voice
 
 
 def make_disk(path: str, free: int, device: int = 1, *, writable: bool = True) -> DiskFacts:
@@ -209,7 +211,7 @@ def test_a_given_end_without_a_partner_is_named() -> None:
 
 def test_a_wrong_answer_is_told_and_asked_again() -> None:
     voice = Typist("xyz", "10.7.0.1", "10.1.0.1", "")
-    choices = setup.Choices(load(Path("/dev/null"), {}, {}), voice)
+    choices = setup.Choices(load(Path("/dev/null"), {}, {}), cast("Any", voice))
     settle_link(choices, make_link(LAN, CABLE))
     assert choices.values == {"head_link": "10.1.0.1", "worker_link": "10.1.0.2"}
     assert [text.partition(": ")[0] for text in voice.heard] == [
@@ -219,7 +221,7 @@ def test_a_wrong_answer_is_told_and_asked_again() -> None:
 
 
 def test_a_wrong_default_is_not_asked_for_ever() -> None:
-    choices = setup.Choices(load(Path("/dev/null"), {}, {}), Typist("", ""))
+    choices = setup.Choices(load(Path("/dev/null"), {}, {}), cast("Any", Typist("", "")))
     with pytest.raises(SparkserveError):
         choices.choose("models_dir", "relative")
 
@@ -239,14 +241,27 @@ def replace_devices() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("rows", "found"),
     [
-        ("", []),
-        ("[]", []),
-        ('[{"dst":"10.1.0.2","dev":"cable","lladdr":"aa:bb","state":["STALE"]}]', ["10.1.0.2"]),
-        ('[{"dst":"10.1.0.3","dev":"cable","state":["FAILED"]}]', []),
-        ('[{"dst":"10.0.0.2","dev":"lan","lladdr":"aa:bb","state":["REACHABLE"]}]', []),
+        ([], ""),
+        ([("10.1.0.2", "enp1s0f1np1", "aa:bb")], "10.1.0.2"),
+        ([("10.1.0.3", "enp1s0f1np1", None)], ""),
+        ([("10.0.0.2", "lan", "aa:bb")], ""),
+        ([("10.2.0.2", "enP2p1s0f1np1", "aa:cc"), ("10.1.0.2", "enp1s0f1np1", "aa:bb")], "10.1.0.2"),
+        ([("10.1.0.2", "enp1s0f1np1", "aa:bb"), ("10.1.0.3", "enp1s0f1np1", "aa:cc")], ""),
+        ([("10.1.0.2", "enp1s0f1np1", "aa:bb"), ("10.3.0.2", "enp1s0f0np0", "aa:cc")], ""),
     ],
 )
-def test_neighbours_on_the_ports_of_the_cable(text: str, found: list[str]) -> None:
-    assert setup.parse_neighbours(text, {"cable"}) == found
+def test_the_one_machine_on_the_ports_of_the_cable(rows: list[tuple[str, str, str | None]], found: str) -> None:
+    told = [{"dst": address, "dev": port, "lladdr": mac} for address, port, mac in rows]
+    text = json.dumps([{name: value for name, value in row.items() if value} for row in told])
+    assert setup.parse_neighbours(text, {"enp1s0f1np1", "enP2p1s0f1np1", "enp1s0f0np0"}) == found
+
+
+def test_only_small_networks_of_the_cable_are_asked_through() -> None:
+    facts = make_link(("cable", "10.1.0.1", True), ("lan", "10.0.0.1", False))
+    assert list(setup.list_unheard(facts, {"cable"})) == [f"10.1.0.{last}" for last in range(2, 255)]
+    wide = replace(facts.interfaces[0], networks=("10.0.0.0/16",))
+    assert list(setup.list_unheard(replace(facts, interfaces=(wide,)), {"cable"})) == []
+    point = replace(facts.interfaces[0], networks=("10.1.0.0/31",))
+    assert list(setup.list_unheard(replace(facts, interfaces=(point,)), {"cable"})) == ["10.1.0.0"]
