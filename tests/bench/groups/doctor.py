@@ -1,18 +1,23 @@
-"""A check-up of two healthy nodes of the lab: its time, with and without the proof of the cable, its logins, and what
-a stream beside it loses."""
+"""A check-up of two healthy nodes of the lab: its time, with and without the proof of the cable, and from where nothing
+is installed; its logins, and what a stream beside it loses."""
 
 from __future__ import annotations
 
 import compileall
 import statistics
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from tests.bench.figures import Figure
 from tests.bench.stream import TOKENS_PER_SECOND, percent_lost
-from tests.lab.pair import SOURCE, Pair, paired
+from tests.lab.pair import HOME, SOURCE, Pair, paired
 
 RUNS = 5
 
@@ -31,7 +36,27 @@ def measure() -> Iterator[Figure]:
         proved = statistics.median(_seconds(pair, "--link") for _ in range(RUNS))
         yield Figure("doctor_link_seconds", proved, "s", 6.0)
         yield Figure("doctor_connections", logins, "connections", 1)
+        yield _from_nothing(pair)
         yield _lost_beside(pair)
+
+
+def _from_nothing(pair: Pair) -> Figure:
+    """Install the wheel and all that it needs into a venv of its own and check up with that, as `uvx` does at first."""
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    place = SOURCE / ".bench"  # which the nodes see
+    place.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        Path(folder).chmod(0o755)
+        own = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder]
+        subprocess.run([*pip, "wheel", str(SOURCE), *own], check=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        begun = time.perf_counter()
+        venv.create(f"{folder}/venv", with_pip=False)
+        python, pinned = f"{folder}/venv/bin/python", str(SOURCE / ".ci/requirements.lock")
+        subprocess.run([*pip, "--python", python, "install", "--constraint", pinned, str(wheel)], check=True)
+        words = ["doctor", f"spark@{pair.worker.management_address}", "-r", f"{HOME}/recipes/lab"]
+        pair.head.run(["sh", "-c", 'cd /tmp && exec "$@"', "sh", f"{folder}/venv/bin/sparkserve", *words])
+        return Figure("doctor_from_nothing_seconds", time.perf_counter() - begun, "s", 60.0)
 
 
 def _lost_beside(pair: Pair) -> Figure:
