@@ -41,6 +41,7 @@ LINE = (
 SUMMARY = ("step", "node", "proof", "time")
 PROOFS = ("proof", "verdict", "observed", "needed", "time")
 CONFIG = ("setting", "value", "from", "what it is")
+CHECKS = ("verdict", "check", "head", "worker", "needed")
 SOURCES = ("source", "asked for", "resolved to", "files", "size")
 
 
@@ -105,7 +106,7 @@ def _proofs(words: tuple[str, ...], lines: list[str], seconds: float) -> list[Ro
         "doctor": lines[-1],
         "init": lines[-1],
         "config": f"{len(read_table(lines, *CONFIG))} settings",
-        "link": f"drawn, {sum(line.startswith('  - ') for line in lines)} oddities",
+        "link": f"drawn, {len(read_table(lines, *CHECKS))} checks",
         "lock": f"{len(files)} sources resolved, with {sum(files)} files",
         "up": lines[-1].strip(),
         "verify": proved,
