@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from sparkserve import derive_program
 from sparkserve.cluster import Deployment, Node, Role
@@ -19,8 +20,8 @@ from sparkserve.streams import follow
 STEP = "derive"
 
 
-# The hash of each file on a node, by name; None where it is absent, or changed since it was made.
-Facts = Mapping[str, str | None]
+# What a node tells of each file, by its path in the container: its kind, and its hash where it is as it was proved.
+Facts = Mapping[str, Mapping[str, Any]]
 
 
 def path_on(node: Node, deployment: Deployment, item: Derived) -> str:
@@ -42,26 +43,36 @@ def mounts_on(node: Node, deployment: Deployment) -> dict[str, str]:
 
 
 def gather(node: Node, deployment: Deployment) -> Facts:
-    """Look at every file of a node; nothing is read but remembered hashes."""
-    paths = {item.name: path_on(node, deployment, item) for item in deployment.recipe.derived}
-    if not paths:
+    """Look at every file of a node."""
+    return look(node, mounts_on(node, deployment))
+
+
+def look(node: Node, places: Mapping[str, str]) -> Facts:
+    """Look at files that stand at paths which say what they are made of; nothing is read but remembered hashes."""
+    if not places:
         return {}
-    asked = [{"path": path, "algorithm": "sha256"} for path in paths.values()]
+    asked = [{"path": path, "algorithm": "sha256"} for path in places.values()]
     rows = node.session.ask("look", store=node.proofs_file, files=asked)
-    return {name: rows[path]["digest"] for name, path in paths.items()}
+    return {target: rows[path] for target, path in places.items()}
+
+
+def find_wrong(facts: Mapping[Role, Facts], target: str) -> dict[Role, str]:
+    """Say what is wrong with a file where it is: a node lacks it, or both have another."""
+    rows = {role: found[target] for role, found in facts.items()}
+    differ = len({row["digest"] for row in rows.values()} - {None}) > 1
+    wrong = {role: "not as it was made" for role, row in rows.items() if row["digest"] is None}
+    wrong |= dict.fromkeys((role for role in rows if differ), "not the same on both nodes")
+    return wrong | {role: "absent" for role, row in rows.items() if row["kind"] == "missing"}
 
 
 def plan(deployment: Deployment, facts: Mapping[Role, Facts]) -> list[Change]:
     """Plan each file where a node lacks it, and on both where they differ."""
-    changes = []
-    for item in deployment.recipe.derived:
-        digests = {role: facts[role][item.name] for role in facts}
-        differ = len(set(filter(None, digests.values()))) > 1
-        for node in deployment.cluster.nodes:
-            if digests[node.role] is None or differ:
-                before = "absent" if digests[node.role] is None else "not the same on both nodes"
-                changes.append(_change(deployment, node, item, before))
-    return changes
+    single = {path_on(deployment.cluster.head, deployment, item): item for item in deployment.recipe.derived}
+    return [
+        _change(deployment, deployment.cluster.node(role), item, before)
+        for item in single.values()
+        for role, before in find_wrong(facts, item.mount).items()
+    ]
 
 
 def _change(deployment: Deployment, node: Node, item: Derived, before: str) -> Change:
@@ -72,19 +83,29 @@ def _change(deployment: Deployment, node: Node, item: Derived, before: str) -> C
 
     def action(work: Work) -> str:
         path = path_on(node, deployment, item)
-        made = _put(deployment, node, item, path) if item.file else _extract(deployment, node, item, work)
-        asked = {"path": path, "algorithm": "sha256", "size": item.expected_bytes}
-        row = node.session.ask("hash", store=node.proofs_file, files=[asked], timeout=600)[path]
-        return f"{made}, {row['size']} bytes, sha256:{row['digest'][:12]}…"
+        if item.file:
+            return put(node, path, deployment.recipe.file(item.file))
+        return f"{_extract(deployment, node, item, work)}, {_prove(node, path, item.expected_bytes)}"
 
     after = f"{item.file} of the recipe" if item.file else f"{item.count} tensors of {item.weights}"
-    return Change(node.role, STEP, item.name, before, after, action, needs, "hash", item.expected_bytes)
+    return Change(node.role, STEP, item.mount, before, after, action, needs, "hash", item.expected_bytes)
 
 
-def _put(deployment: Deployment, node: Node, item: Derived, path: str) -> str:
+def put(node: Node, path: str, content: bytes) -> str:
+    """Write a small file, and prove by its hash that the node has it."""
     node.session.ask("mkdir", paths=[path.rpartition("/")[0]])
-    node.host.write(path, deployment.recipe.file(item.file))
-    return "written"
+    node.host.write(path, content)
+    proof, wanted = _prove(node, path, len(content)), hashlib.sha256(content).hexdigest()
+    if wanted[:12] not in proof:
+        message = f"{path} has {proof} after writing; needed: {len(content)} bytes, sha256 {wanted[:12]}"
+        raise SparkserveError("file_differs", message, "look at the disk, then run the same command again", node.role)
+    return proof
+
+
+def _prove(node: Node, path: str, size: int) -> str:
+    asked = {"path": path, "algorithm": "sha256", "size": size}
+    row = node.session.ask("hash", store=node.proofs_file, files=[asked], timeout=600)[path]
+    return f"{row['size']} bytes, sha256 {str(row['digest'])[:12]}"
 
 
 def _extract(deployment: Deployment, node: Node, item: Derived, work: Work) -> str:
