@@ -62,7 +62,19 @@ def parse_reference(text: str) -> Reference:
 
 
 def find_digest(reference: Reference) -> str:
-    """Ask the registry for the digest of a reference; one that names a digest is only looked up."""
+    """Ask the registry for the digest of a reference; one that names a digest is only looked up.
+
+    Where that wants a login, which only Docker has, a digest is believed: Docker takes nothing else for it.
+    """
+    try:
+        return _ask(reference)
+    except SparkserveError as error:
+        if error.code == "registry_login" and reference.digest:
+            return reference.digest
+        raise
+
+
+def _ask(reference: Reference) -> str:
     import httpx
 
     wanted = reference.digest or reference.tag
@@ -117,7 +129,7 @@ def _authorize(client: httpx.Client, challenge: str, reference: Reference) -> di
 def _refused(reference: Reference, wanted: str, status: int) -> SparkserveError:
     image = f"{reference.name} ({wanted or reference.digest})"
     if status in (401, 403):
-        hint = "only images that everybody may pull can be resolved"
+        hint = "name it by its digest, NAME@sha256:…, and `docker login` there on the head"
         return SparkserveError("registry_login", f"{reference.registry} wants a login for {image}", hint)
     if status == 404:
         hint = "look at the name and tag of the image in the recipe"
