@@ -27,8 +27,8 @@ test: lab-ready $(installed) ## Everything except the faults: unit, component, o
 test-all: lab-ready $(installed) ## All that `make test` runs, and every fault on the lab, in one run
 	$(python) -m pytest -m "not vllm"
 
-test-vllm: lab-ready $(installed) ## Real vLLM over the two nodes of the lab, on their processors; prints its figures
-	$(python) -m pytest -m vllm --durations=0 --durations-min=5 -rP
+test-vllm: lab-ready $(installed) ## Real vLLM over the two nodes of the lab, on their processors, in at most 12 minutes; prints its figures
+	timeout --foreground --signal INT 720 $(python) -m pytest -m vllm --durations=0 --durations-min=5 -rP
 
 rehearse: lab-ready $(installed) ## The whole line, up to verify and stop, on the lab; ENGINE=vllm takes real vLLM
 	$(python) -m tests.lab.rehearse $(ENGINE)

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 
 from sparkserve.cli import app
 from sparkserve.env_file import render, show_default
-from sparkserve.recipe import PLACEHOLDERS, Recipe
+from sparkserve.placeholders import PLACEHOLDERS
+from sparkserve.recipe import Recipe
 from sparkserve.recipe_source import load_recipe, models_in, shipped_names
 from sparkserve.settings import Settings, variable_name
 
@@ -155,6 +156,20 @@ def recipes() -> str:
         "To make one: `sparkserve recipes new DIR` writes a commented start, `sparkserve recipes check DIR` proves it"
         " without hardware, and `sparkserve plan --recipe DIR` shows the exact commands of both ranks.",
         "A `sparkserve.lock.json` in the directory makes the recipe whole: then no source has to be looked up.",
+        "**Image.** Pull a finished one (`image.reference`), or build one (`image.dockerfile` on `image.base`): with"
+        " the source of an engine from git in `engine/` of the build context, or, without `engine_repository`, with"
+        " the recipe's own files alone, such as one more package on a finished image. Where `image.flags_help` is"
+        " given, every `--flag` of the recipe and of `SPARKSERVE_EXTRA_ARGS` must be in that help before a start.",
+        "**Two programs.** Where rank 1 runs another program than rank 0, name it in `launch.worker_entrypoint`: it"
+        " gets `worker_argv` and the environment, and neither `argv`, `more_argv`, `switches` nor"
+        " `SPARKSERVE_EXTRA_ARGS`."
+        " Rank 1 is started first; `readiness.worker_port` names the port that it must open before rank 0 starts.",
+        "**Shells.** An entry point such as `bash -c` takes one argument, its script: each rank must have exactly one,"
+        " no switch may add to it, and `SPARKSERVE_EXTRA_ARGS` are refused, since they would be the shell's own. Put"
+        " `exec` in front of the engine's program, so that it gets the signals of a stop.",
+        "**Flags of yours and ours.** An extra argument that sets a flag which the recipe gives is refused, also by its"
+        " beginning (`--cont`) or with its value joined (`-c9`). Name other spellings of the same flag in"
+        " `launch.owned`. A parameter that no argument names would be ignored: `recipes check` finds it.",
     ]
     for model, key in _models(Recipe, ""):
         rows = [

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from sparkserve import chat_template, derive, image, state_file
+from sparkserve import chat_template, derive, image_facts, state_file
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role
 from sparkserve.container import ContainerSpec, LinkPlace, build_spec
 from sparkserve.errors import SparkserveError, usage_error
@@ -55,7 +55,7 @@ def build_specs(deployment: Deployment, links: Links) -> dict[Role, ContainerSpe
     """Build both ranks' containers."""
     recipe, lock = deployment.recipe, deployment.lock
     is_open = isinstance(lock, OpenLock)
-    name = f"sparkserve/{recipe.name}:<image.id>" if is_open else image.tag_of(recipe, lock)
+    name = f"sparkserve/{recipe.name}:<image.id>" if is_open else image_facts.tag_of(recipe, lock)
     specs = {}
     for node in deployment.cluster.nodes:
         files = derive.mounts_on(node, deployment)

@@ -29,8 +29,9 @@ def recipes_without_command(
     from sparkserve import recipe_source, recipe_tables
 
     found = [recipe_source.load_recipe(name) for name in recipe_source.shipped_names()]
-    data, view = {"recipes": recipe_tables.recipe_rows(found)}, recipe_tables.recipes_table(found)
-    Common(json=json).output.result("recipes", data, view)
+    names = {"name", "title", "engine", "system", "proven", "why"}
+    rows = [recipe.model_dump(include=names) for recipe in found]
+    Common(json=json).output.result("recipes", {"recipes": rows}, recipe_tables.recipes_table(found))
 
 
 @command("sparkserve recipes show tensorfold-1017", recipes)
@@ -45,26 +46,26 @@ def show(common: Common, name: Name) -> None:
     _show(common, lifecycle.find_recipe(name, process_environment()))
 
 
-def _show(common: Common, recipe: Recipe) -> None:
-    from sparkserve import blueprint, recipe_tables
-    from sparkserve.settings import Settings
+def _show(common: Common, recipe: Recipe, *, whole: bool = False) -> None:
+    from sparkserve import recipe_check, recipe_tables
 
-    drawn = blueprint.draw(Settings(), recipe, None, None)
-    data, views = recipe_tables.recipe_data(recipe, drawn), recipe_tables.recipe_view(recipe, drawn)
-    common.output.result("recipes", data, *views)
+    drawn = recipe_check.draw_open(recipe)
+    data = {"recipe": recipe, **recipe_tables.blueprint_data(drawn, recipe)}
+    more = recipe_tables.reach_view(recipe, drawn) if whole else ()
+    common.output.result("recipes", data, *recipe_tables.recipe_view(recipe, drawn), *more)
 
 
 @command("sparkserve recipes check ./my-recipe", recipes)
 def check(common: Common, directory: Directory) -> int:
     """Prove a new recipe without hardware.
 
-    The keys, both ranks' commands, ports, flags given twice, mounts, the memory budget, and arguments that are JSON.
+    The keys, both ranks' commands, ports, flags given twice, mounts, the memory budget, parameters that reach no
+    argument, what the Dockerfile uses, and arguments that are JSON.
     """
     from sparkserve import recipe_check, recipe_source, recipe_tables
-    from sparkserve.settings import Settings
 
     found = recipe_source.load_recipe(str(directory.resolve()))
-    findings, drawn = recipe_check.check_recipe(found, Settings())
+    findings, drawn = recipe_check.check_recipe(found)
     shown = recipe_tables.blueprint_view(drawn, found) if drawn else []
     data = {"findings": findings, **(recipe_tables.blueprint_data(drawn, found) if drawn else {})}
     code = 1 if any(item.problem for item in findings) else 0
@@ -99,6 +100,6 @@ def add(
 
     state = state_dir(process_environment())
     found = recipe_git.fetch(address, state)
-    _show(common, found)
+    _show(common, found, whole=True)
     if yes or common.output.ask(f"Trust {found.name} at this commit?"):
         recipe_git.trust(address, state)

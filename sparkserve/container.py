@@ -22,7 +22,7 @@ from sparkserve.parameters import (
     decide_ports,
     launcher_flags,
 )
-from sparkserve.recipe import PLACEHOLDERS, Parameters, render
+from sparkserve.placeholders import PLACEHOLDERS, render
 
 OWNER_LABEL = "sparkserve.owner"
 OWNER = "sparkserve"
@@ -48,22 +48,18 @@ class LinkPlace(Protocol):
     @property
     def address(self) -> str:
         """IPv4 address on the cable."""
-        ...
 
     @property
     def interface(self) -> str:
         """Interface that owns the address."""
-        ...
 
     @property
     def hcas(self) -> tuple[str, ...]:
         """RDMA devices of the cabled port."""
-        ...
 
     @property
     def gid_index(self) -> int | None:
         """RoCE v2 GID index of the address."""
-        ...
 
 
 def is_ours(labels: Mapping[str, str] | None) -> bool:
@@ -133,7 +129,7 @@ def build_spec(
     `files` are single files beside the weights: path in the container to path on the node.
     """
     check_exposure(deployment.settings, deployment.recipe)
-    check_extra_args(deployment.settings.extra_args, launcher_flags(deployment.recipe))
+    _check_extra_args(deployment)
     values = _values(deployment, rank, links, image)
     mounts = _mounts(deployment, rank, files)
     spec = _fill(deployment, rank, values, mounts)
@@ -148,6 +144,18 @@ def build_spec(
         SPEC_LABEL: _digest(steady),
     }
     return replace(spec, labels=labels)
+
+
+def _check_extra_args(deployment: Deployment) -> None:
+    recipe, extra = deployment.recipe, deployment.settings.extra_args
+    if extra and recipe.runs_script(0):
+        message = (
+            f"SPARKSERVE_EXTRA_ARGS: {extra[0]} would be an argument of recipe {recipe.name}'s shell, not its engine"
+        )
+        raise usage_error(
+            "extra_args_shell", message, "write it into the script of a recipe of yours, and name its path"
+        )
+    check_extra_args(extra, launcher_flags(recipe))
 
 
 def _digest(spec: ContainerSpec) -> str:
@@ -171,9 +179,9 @@ def _values(deployment: Deployment, rank: int, links: Mapping[Role, LinkPlace], 
         "link.address": link.address or f"<{role}.link.address>",
         "link.interface": link.interface or f"<{role}.link.interface>",
         "link.hcas": ",".join(link.hcas[:halves]) or f"<{role}.link.hcas>",
+        "link.hca": "".join(link.hcas[:1]) or f"<{role}.link.hca>",
         "link.gid_index": f"<{role}.link.gid_index>" if link.gid_index is None else link.gid_index,
-        "ports.api": ports.api,
-        "ports.master": ports.master,
+        **{f"ports.{name}": port for name, port in ports.named.items()},
         "api_host": settings.api_host,
         "cache": deployment.cluster.node(role).cache_dir,
         "weights.id": deployment.lock.weights_id,
@@ -194,11 +202,14 @@ def image_id(image: str) -> str:
 
 def _fill(deployment: Deployment, rank: int, values: Mapping[str, str], mounts: tuple[BindMount, ...]) -> ContainerSpec:
     recipe, launch, box = deployment.recipe, deployment.recipe.launch, deployment.recipe.container
-    own_argv, own_env = (launch.head_argv, launch.head_env) if rank == 0 else (launch.worker_argv, launch.worker_env)
     parameters = decide_parameters(deployment.settings, recipe)
-    switched = _switched(deployment, parameters, rank)
-    words = [render(word, values) for word in (*launch.argv, *launch.more_argv, *own_argv, *switched)]
-    env = {name: render(value, values) for name, value in {**launch.env, **own_env}.items()}
+    decided = {**dict(parameters), "api_key": deployment.settings.api_key_file}
+    words = [render(word, values) for word in launch.words_of(rank, decided)]
+    own_env = {**launch.env, **(launch.worker_env if rank else launch.head_env)}
+    if launch.api_key_env and deployment.settings.api_key_file and rank == 0:
+        own_env[launch.api_key_env] = "${secret.api_key}"
+    env = {name: render(value, values) for name, value in own_env.items()}
+    extra = () if rank and launch.worker_entrypoint else deployment.settings.extra_args
     places = [
         BindMount(render(m.source, values), m.target, read_only=not m.writable, owners=m.must_exist)
         for m in box.mounts
@@ -207,8 +218,8 @@ def _fill(deployment: Deployment, rank: int, values: Mapping[str, str], mounts: 
     spec = ContainerSpec(
         name=container_name(rank),
         image=values["image"],
-        entrypoint=recipe.image.entrypoint,
-        argv=(*words, *deployment.settings.extra_args),
+        entrypoint=recipe.program(rank),
+        argv=(*words, *extra),
         env=env,
         mounts=(*mounts, *places),
         devices=box.devices,
@@ -231,18 +242,6 @@ def _unresolved(spec: ContainerSpec) -> tuple[str, ...]:
     texts = "\n".join([*spec.argv, *spec.env.values(), *(mount.source for mount in spec.mounts)])
     found = {match[1] for match in re.finditer(r"<([a-z_.]+)>", texts)}
     return tuple(sorted(name for name in found if {name, name.partition(".")[2]} & PLACEHOLDERS.keys()))
-
-
-def _switched(deployment: Deployment, parameters: Parameters, rank: int) -> list[str]:
-    words: list[str] = []
-    for switch in deployment.recipe.launch.switches:
-        if switch.parameter == "api_key":
-            is_on = deployment.settings.api_key_file is not None
-        else:
-            is_on = bool(getattr(parameters, switch.parameter))
-        if rank in switch.ranks:
-            words += switch.on if is_on else switch.off
-    return words
 
 
 def _mounts(deployment: Deployment, rank: int, files: Mapping[str, str]) -> tuple[BindMount, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from sparkserve import blueprint, image, image_facts, link, lock, preflight, system, takeover_facts, weights
+from sparkserve import blueprint, image_facts, link, lock, preflight, system, takeover_facts, weights
 from sparkserve.checks import Check, DiskNeed, Subject
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role, connect
 from sparkserve.doctor_record import Recorder, write_record
@@ -100,7 +100,7 @@ def _look(node: Node, deployment: Deployment, recorders: dict[Role, Recorder] | 
     if recorders is not None:
         recorders[node.role] = Recorder(node)
     ports = decide_ports(deployment.settings, deployment.recipe)
-    facts = system.gather(node, (ports.api, ports.master))
+    facts = system.gather(node, tuple(ports.named.values()))
     unread: dict[str, SparkserveError] = {}
 
     def attempt(check: str, look: Callable[[], Found], otherwise: Found) -> Found:
@@ -125,7 +125,7 @@ def _name_image(node: Node, deployment: Deployment) -> str:
     """Name the engine image by its layers, which are the same on both nodes."""
     if isinstance(deployment.lock, lock.OpenLock):
         return "not known before `sparkserve lock`"
-    found = image_facts.look(node, image.tag_of(deployment.recipe, deployment.lock))
+    found = image_facts.look(node, image_facts.tag_of(deployment.recipe, deployment.lock))
     return hashlib.sha256("".join(found.layers).encode()).hexdigest()[:12] if found else "absent"
 
 

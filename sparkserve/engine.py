@@ -17,6 +17,7 @@ from sparkserve.engine_stop import Stopping, abandon, stop
 from sparkserve.engine_watch import Launch, wait_until_ready
 from sparkserve.errors import EXIT_NOT_READY, Failures, SparkserveError
 from sparkserve.plan import ApplyReport, Change, Work, key_of
+from sparkserve.readiness import wait_for_worker
 from sparkserve.settings import read_secret
 
 __all__ = ["Facts", "Launch", "gather", "new_run", "plan", "plan_stop"]
@@ -131,6 +132,8 @@ def _create(
         try:
             # The worker comes first: by then both nodes must have free pages.
             cache = f"; {prepare_memory(deployment, launch, just_ended=had_pair)}" if role == "worker" else ""
+            if role == "head":
+                wait_for_worker(deployment, launch.deadline(deployment.recipe), work)
             proof = create(cluster.node(role), with_secrets(spec, launch.filling)) + cache
             work.check()
         except BaseException as error:

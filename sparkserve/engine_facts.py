@@ -158,11 +158,11 @@ def inspect(node: Node, rows: Sequence[Mapping[str, Any]], *, images: bool = Fal
             yield bodies[0], processes, *bodies[1:]
 
 
-def docker_body(answer: Mapping[str, Any], node: str) -> Any:  # noqa: ANN401 - JSON of the Docker engine
+def docker_body(answer: Mapping[str, Any], node: str, exit_code: int = EXIT_COULD_NOT_LOOK) -> Any:  # noqa: ANN401 - JSON
     """Take the body of a Docker answer; anything but 200 is an error: "could not look" is never "none"."""
     if answer.get("status") == 200:
         return answer["body"]
-    raise docker_unreachable(answer, node, EXIT_COULD_NOT_LOOK)
+    raise docker_unreachable(answer, node, exit_code)
 
 
 def parse_container(body: Mapping[str, Any], processes: tuple[Process, ...] = ()) -> ContainerFacts:

@@ -55,6 +55,10 @@ class Launch:
     # Filled while the ranks load: when each phase was first seen, in seconds after the wait began.
     phases: dict[str, float] = field(default_factory=dict, compare=False)
 
+    def deadline(self, recipe: Recipe) -> int:
+        """Give the longest wait for the engine, in seconds."""
+        return recipe.readiness.first_seconds if self.first_start else recipe.readiness.later_seconds
+
     def stopping(self, work: Work) -> Stopping:
         """Tell how this start's containers are to be ended."""
         return Stopping(self.runs_dir, secrets=self.secrets, tell=work.note, check=work.check)
@@ -224,8 +228,7 @@ class _Watch:
 
     def check_deadline(self) -> None:
         """End a wait that is longer than the recipe allows."""
-        readiness = self.recipe.readiness
-        limit = readiness.first_seconds if self.launch.first_start else readiness.later_seconds
+        limit = self.launch.deadline(self.recipe)
         if self.elapsed > limit:
             phases = ", ".join(
                 f"rank {ROLES.index(role)}: {self.phases.get(role) or 'no phase seen'}" for role in ROLES

@@ -1,15 +1,28 @@
-"""What the Docker engine of a node says of an image, and how much room it has."""
+"""The engine image: what it should be by recipe and lock, and what the Docker engine of a node says of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from sparkserve.cluster import Node
-from sparkserve.errors import EXIT_NOT_READY, SparkserveError, docker_unreachable
+from sparkserve.cluster import Deployment, Node
+from sparkserve.engine_facts import docker_body
+from sparkserve.errors import EXIT_NOT_READY, SparkserveError, usage_error
+from sparkserve.lock import NAME as LOCK_NAME
+from sparkserve.lock import Lock
+from sparkserve.recipe import Recipe
 
 _IMAGES = "/images/json"
+_REPOSITORY_LABEL = "sparkserve.engine.repository"
+# Nothing of these reaches an image: the recipe itself, its lock and its texts. The engine's source comes from git.
+_NO_BUILD_FILES = ("recipe.toml", LOCK_NAME)
+_ENGINE = "engine"
+Program = tuple[str, ...]  # an entry point
 
 
 @dataclass(frozen=True)
@@ -38,7 +51,7 @@ class Facts:
     """The image on one node (None where it is absent), the room of Docker's directory, and the engine's API version.
 
     `chains` are the layers of every image on which missing layers could be loaded; none in containerd's image store,
-    which gives and takes whole images only. `known_flags` are those that the engine in the image was asked for before.
+    which gives and takes whole images only. `known_flags` are those for which each program of it was asked before.
     """
 
     image: ImageFacts | None
@@ -46,14 +59,98 @@ class Facts:
     docker_root: str
     api_version: tuple[int, ...]
     chains: tuple[tuple[str, ...], ...] = ()
-    known_flags: frozenset[str] = frozenset()
+    known_flags: Mapping[Program, Set[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BuildFile:
+    """One file of the build context."""
+
+    content: bytes
+    executable: bool
+
+
+def build_files(recipe: Recipe) -> dict[str, BuildFile]:
+    """Read the build context of a recipe: its own files over those of the recipe it extends."""
+    files: dict[str, BuildFile] = {}
+    prologue = recipe.chat_template.prologue if recipe.chat_template else ""
+    left_out = {*_NO_BUILD_FILES, prologue, *(item.file for item in recipe.derived)}
+    for directory in reversed(recipe.directories):
+        for name, path in _walk(directory):
+            if name in left_out or name.endswith(".md"):
+                continue
+            if name.split("/")[0] == _ENGINE:
+                raise usage_error("recipe_file", f"{path}: `{_ENGINE}` is where the engine's own source will be")
+            files[name] = BuildFile(path.read_bytes(), bool(path.stat().st_mode & 0o100))
+    if recipe.image.dockerfile not in files:
+        raise usage_error("recipe_file", f"recipe {recipe.name} has no file {recipe.image.dockerfile}")
+    return files
+
+
+def _walk(directory: Path) -> Iterator[tuple[str, Path]]:
+    """List regular files below a directory; links could lead out of it, and hidden files are an editor's or git's."""
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        is_hidden = any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))
+        if path.is_file() and not path.is_symlink() and not is_hidden:
+            yield name, path
+
+
+def content_hash(recipe: Recipe, lock: Lock) -> str:
+    """Hash everything that decides the image."""
+    made_of: object = lock.image.reference
+    if recipe.image.dockerfile:
+        files = {
+            name: [hashlib.sha256(file.content).hexdigest(), file.executable]
+            for name, file in build_files(recipe).items()
+        }
+        base = lock.image.base.partition("@")[2]
+        arguments = recipe.image.build_arguments
+        made_of = [recipe.image.dockerfile, files, base, lock.image.engine_commit, arguments]
+    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
+
+
+def tag_of(recipe: Recipe, lock: Lock) -> str:
+    """Give the name of the engine image on both nodes: `sparkserve/<recipe>:<12 hex digits>`."""
+    return f"sparkserve/{recipe.name}:{content_hash(recipe, lock)[:12]}"
+
+
+def labels_of(recipe: Recipe, lock: Lock) -> dict[str, str]:
+    """Give the labels that a built image must carry; a pulled one has its makers' own."""
+    if not recipe.image.dockerfile:
+        return {}
+    labels = {"sparkserve.recipe": recipe.name, "sparkserve.context": content_hash(recipe, lock)}
+    if lock.image.engine_commit:
+        labels |= {
+            _REPOSITORY_LABEL: lock.image.engine_repository,
+            "sparkserve.engine.commit": lock.image.engine_commit,
+        }
+    return labels
+
+
+def long_flags(recipe: Recipe, extra_args: Sequence[str] = ()) -> dict[Program, tuple[str, ...]]:
+    """List, for each program, every long flag that recipe and owner may give to it; none where no help is known."""
+    found: dict[Program, tuple[str, ...]] = {}
+    for rank in (0, 1) if recipe.image.flags_help else ():
+        extra = () if rank and recipe.launch.worker_entrypoint else extra_args
+        # `--config.key` is a way to set a part of `--config`.
+        flags = [re.split("[=.]", word)[0] for word in (*recipe.launch.words_of(rank), *extra) if word[:2] == "--"]
+        program = recipe.program(rank)
+        found[program] = tuple(dict.fromkeys((*found.get(program, ()), *flags)))
+    return found
+
+
+def differing_labels(deployment: Deployment, image: ImageFacts) -> list[str]:
+    """List the labels that are not what they should be; the same commit of a moved repository is the same engine."""
+    wanted = labels_of(deployment.recipe, deployment.lock)
+    return [key for key, text in wanted.items() if image.labels.get(key) != text and key != _REPOSITORY_LABEL]
 
 
 def gather(node: Node, name: str) -> Facts:
     """Ask a node's Docker engine for an image and for its room."""
     pages = {"image": _page(name), "history": f"/images/{name}/history", "info": "/info", "version": "/version"}
     answers = node.session.ask("facts", docker=list(pages.values()))["docker"]
-    info, version = _body(node, answers[pages["info"]]), _body(node, answers[pages["version"]])
+    info, version = (docker_body(answers[pages[name]], node.role, EXIT_NOT_READY) for name in ("info", "version"))
     root = str(info["DockerRootDir"])
     disk = node.session.ask("facts", disks=[root])["disks"][root]
     if "error" in disk:
@@ -72,7 +169,7 @@ def _chains(node: Node, image: ImageFacts | None) -> tuple[tuple[str, ...], ...]
     """Give the layers of the image where it is there under its name, else of all images."""
     if image is not None:
         return (image.layers,)
-    rows = _body(node, node.session.ask("facts", docker=[_IMAGES])["docker"][_IMAGES])
+    rows = docker_body(node.session.ask("facts", docker=[_IMAGES])["docker"][_IMAGES], node.role, EXIT_NOT_READY)
     pages = [_page(row["Id"]) for row in rows]
     answers = node.session.ask("facts", docker=pages)["docker"]
     found = [find_image(node, answers[page]) for page in pages]
@@ -99,13 +196,7 @@ def find_image(node: Node, answer: Mapping[str, Any]) -> ImageFacts | None:
 
 
 def _found(node: Node, answer: Mapping[str, Any]) -> Any:  # noqa: ANN401 - the body of a JSON answer
-    return None if answer.get("status") == 404 else _body(node, answer)
-
-
-def _body(node: Node, answer: Mapping[str, Any]) -> Any:  # noqa: ANN401 - the body of a JSON answer
-    if answer.get("status") != 200:
-        raise docker_unreachable(answer, node.role, EXIT_NOT_READY)
-    return answer["body"]
+    return None if answer.get("status") == 404 else docker_body(answer, node.role, EXIT_NOT_READY)
 
 
 def check_room(node: Node, facts: Facts, needed: int, purpose: str) -> None:

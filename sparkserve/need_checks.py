@@ -62,27 +62,27 @@ def _check_writable(subject: Subject, node: Role, needs: list[DiskNeed]) -> list
 
 def check_ports(subject: Subject) -> list[Check]:
     """Check that the ports which the pair will open are free on both nodes, or say who holds them."""
-    wanted = decide_ports(subject.settings, subject.recipe)
-    named = {"api": wanted.api, "master": wanted.master}
     return [
         _check_port(subject, role, (name, port), facts.ports[port])
         for role, facts in subject.system.items()
-        for name, port in named.items()
+        for name, port in decide_ports(subject.settings, subject.recipe).named.items()
         if port in facts.ports
     ]
 
 
 def _check_port(subject: Subject, role: Role, named: tuple[str, int], found: PortFacts) -> Check:
     name, port = named
-    # Both ports are opened by rank 0, whose process another account may not look at.
-    ours = found.ours or (role == "head" and subject.system[role].serves)
+    # A rank may open any of them on its own node (SGLang's rank 1 holds the API's), and another account's process
+    # cannot be looked at.
+    ours = found.ours or subject.system[role].serves
     holder = f"held by {'our own rank' if ours else found.holder}"
     state = "free" if found.free else holder if found.free is False else f"could not be tried: {found.holder}"
     who = f"sudo ss -ltnp 'sport = :{port}' shows who holds it"
     who = f"docker stop {found.container}" if found.container else who
-    hint = f"{who}; or set {variable_name(name + '_port')}"
+    place = f"ports.more.{name} of the recipe" if name in subject.recipe.ports.more else variable_name(f"{name}_port")
     good = verdict(good=ours or found.free)
-    return Check("port", role, good, f"port {port} ({name}): {state}", "a free port", "" if good == "ok" else hint)
+    hint = "" if good == "ok" else f"{who}; or set {place}"
+    return Check("port", role, good, f"port {port} ({name}): {state}", "a free port", hint)
 
 
 def check_sources(kinds: Mapping[Role, Mapping[str, str]]) -> list[Check]:

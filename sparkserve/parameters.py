@@ -29,11 +29,17 @@ def decide_parameters(settings: Settings, recipe: Recipe) -> Parameters:
         for name in wanted
         if getattr(own, name) is None
     ]
-    errors += _over_limit(wanted.get("drafts"), own.drafts_limit, "drafts", "draft tokens")
-    errors += _over_limit(wanted.get("context", own.context), _most_tokens(recipe), "context", "tokens")
+    found = own.model_copy(update=wanted)
+    limits = (("drafts", own.drafts_limit, "draft tokens"), ("context", _most_tokens(recipe), "tokens"))
+    for name, limit, unit in limits:
+        value = getattr(found, name)
+        if value is not None and limit is not None and value > limit:
+            place = variable_name(name) if name in wanted else f"parameters.{name}"
+            message = f"{place} is {value:,}, the recipe allows at most {limit:,} {unit}"
+            errors.append(usage_error("parameter_limit", message, f"set {place} to {limit} or less"))
     if errors:
         raise Failures(errors)
-    return own.model_copy(update=wanted)
+    return found
 
 
 def find_defaults(recipe: Recipe) -> dict[str, object]:
@@ -53,23 +59,17 @@ def _most_tokens(recipe: Recipe) -> int | None:
     return min(fits, default=None)
 
 
-def _over_limit(value: object, limit: int | None, field: str, unit: str) -> list[SparkserveError]:
-    if not isinstance(value, int) or limit is None or value <= limit:
-        return []
-    name = variable_name(field)
-    message = f"{name} is {value:,}, the recipe allows at most {limit:,} {unit}"
-    return [usage_error("parameter_limit", message, f"set {name} to {limit} or less")]
-
-
 def decide_ports(settings: Settings, recipe: Recipe) -> Ports:
-    """Lay the settings over the recipe's ports; the two must differ."""
-    ports = Ports(
-        api=settings.api_port or recipe.ports.api,
-        master=settings.master_port or recipe.ports.master,
-    )
-    if ports.api == ports.master:
-        message = f"the API and the ranks cannot share port {ports.api}"
-        raise usage_error("ports_equal", message, f"set {variable_name('api_port')} or {variable_name('master_port')}")
+    """Lay the settings over the recipe's ports; all must differ."""
+    wanted = {"api": settings.api_port, "master": settings.master_port}
+    ports = recipe.ports.model_copy(update={name: port for name, port in wanted.items() if port})
+    named = ports.named
+    for name, port in named.items():
+        others = [other for other in named if other != name and named[other] == port]
+        if others:
+            message = f"the ports {name} and {others[0]} cannot both be {port}"
+            hint = f"set {variable_name('api_port')} or {variable_name('master_port')}"
+            raise usage_error("ports_equal", message, hint)
     return ports
 
 
@@ -88,7 +88,8 @@ def check_exposure(settings: Settings, recipe: Recipe) -> None:
             f"the API would listen on {settings.api_host} without a key",
             "sparkserve key new; or SPARKSERVE_API_HOST=127.0.0.1, or SPARKSERVE_API_OPEN=yes if everyone may use it",
         )
-    takes_key = recipe.launch.api_key_mount or any("${secret.api_key}" in text for text in recipe.templated_texts())
+    by_text = any("${secret.api_key}" in text for text in recipe.templated_texts())
+    takes_key = by_text or recipe.launch.api_key_mount or recipe.launch.api_key_env
     if settings.api_key_file is not None and not takes_key:
         message = f"SPARKSERVE_API_KEY_FILE is set, but recipe {recipe.name} cannot give its engine a key"
         raise usage_error("api_key_unsupported", message, "remove SPARKSERVE_API_KEY_FILE from the settings")
@@ -127,16 +128,20 @@ def secrets_to_mask(settings: Settings) -> tuple[SecretStr | None, ...]:
 
 
 def launcher_flags(recipe: Recipe) -> frozenset[str]:
-    """List every flag that the launcher itself may give to the engine."""
-    return frozenset(flag_name(word) for word in recipe.launch.words if is_flag(word))
+    """List every flag that the launcher itself may give to the engine, and its other spellings."""
+    launch = recipe.launch
+    of_worker = () if launch.worker_entrypoint else launch.words_of(1)  # another program is given no extra arguments
+    words = (*launch.words_of(0), *of_worker, *launch.owned)
+    return frozenset(flag_name(word) for word in words if is_flag(word))
 
 
 def check_json(words: Iterable[str]) -> None:
     """Refuse an argument that begins as JSON and is none, before an engine meets it minutes later."""
     for word in words:
-        if word.startswith(("{", "[")):
+        value = word.partition("=")[2] if is_flag(word) else word
+        if value.startswith(("{", "[")):
             try:
-                json.loads(word)
+                json.loads(value)
             except ValueError as error:
                 message = f"the argument {word} is no JSON: {error}"
                 hint = "look at `launch` of the recipe and at SPARKSERVE_EXTRA_ARGS, and at the quotes there"
@@ -144,13 +149,12 @@ def check_json(words: Iterable[str]) -> None:
 
 
 def check_extra_args(extra_args: Iterable[str], owned: frozenset[str]) -> None:
-    """Refuse, by name, every extra flag that equals or abbreviates one of the launcher's own."""
+    """Refuse, by name, every extra flag that is one of the launcher's own in whatever spelling."""
     errors = []
     for word in extra_args:
         if not is_flag(word):
             continue
-        # argparse takes any unambiguous beginning of a long flag for the flag itself
-        met = sorted(flag for flag in owned if flag == flag_name(word) or _abbreviates(flag_name(word), flag))
+        met = sorted(flag for flag in owned if _sets(flag_name(word), flag))
         if met:
             message = f"SPARKSERVE_EXTRA_ARGS: {word} sets {met[0]}, which the launcher sets on both ranks"
             errors.append(usage_error("extra_args_owned", message, "use the setting of that name, or leave it out"))
@@ -168,5 +172,10 @@ def flag_name(word: str) -> str:
     return word.partition("=")[0].replace("_", "-")
 
 
-def _abbreviates(given: str, flag: str) -> bool:
-    return given.startswith("--") and flag.startswith(given)
+def _sets(given: str, flag: str) -> bool:
+    """Whether a given word sets a flag, as argparse reads it: `--cont` is `--context`, and `-c9` is `-c 9`."""
+    if given.startswith("--"):
+        return flag.startswith(given)
+    rest = given.removeprefix(flag)
+    # What goes on in letters, as `-ctk` does, is a flag of its own.
+    return not flag.startswith("--") and rest != given and not rest.replace("-", "").isalpha()

@@ -16,8 +16,8 @@ from sparkserve.endpoint import open_endpoint
 from sparkserve.engine_watch import Launch
 from sparkserve.errors import Failures
 from sparkserve.parameters import read_secrets
+from sparkserve.placeholders import PLACEHOLDER, render
 from sparkserve.plan import Change
-from sparkserve.recipe import PLACEHOLDER, render
 from sparkserve.status import serving_of
 from sparkserve.status_look import Question, look
 

@@ -37,7 +37,7 @@ def preflight(deployment: Deployment, changes: Sequence[Change], start: Starting
     subject = Subject(
         deployment.settings,
         deployment.recipe,
-        deployment.cluster.on_both(lambda node: system.gather(node, (ports.api, ports.master))),
+        deployment.cluster.on_both(lambda node: system.gather(node, tuple(ports.named.values()))),
         start.links if start is not None else {},
         tuple(disk_needs(deployment, changes)),
         {node.role: node.host.sudo_password is not None for node in rooted},

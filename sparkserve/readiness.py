@@ -1,12 +1,21 @@
-"""Asking a loading engine whether it answers yet: HTTP, the served name, a real token, a first longer prompt."""
+"""Asking a loading engine whether it answers yet: HTTP, the served name, a real token, a first longer prompt.
+
+Before that: whether rank 1 has opened the port that rank 0 needs, where a recipe names one.
+"""
 
 from __future__ import annotations
 
 import random
+import re
 import threading
+import time
 
+from sparkserve.cluster import Deployment
 from sparkserve.endpoint import Endpoint
+from sparkserve.engine_facts import gather
 from sparkserve.errors import SparkserveError
+from sparkserve.parameters import decide_ports
+from sparkserve.plan import Work
 from sparkserve.prompts import random_words
 from sparkserve.recipe import Recipe
 from sparkserve.replies import EndpointError
@@ -15,8 +24,36 @@ from sparkserve.replies import EndpointError
 _COMPLETION_SECONDS = 600.0
 _PATIENCE = 10
 _RETRY_SECONDS = 0.1
+_LISTEN_SECONDS = 0.4
+_LISTENERS = ("/proc/net/tcp", "/proc/net/tcp6")
 # An answer that no waiting will change: wrong key, wrong name, a request that the engine cannot read.
 _FINAL = (400, 401, 403, 404, 422)
+
+
+def wait_for_worker(deployment: Deployment, seconds: int, work: Work) -> None:
+    """Wait until rank 1 listens where rank 0 needs it; who connects to try could be taken for rank 0: nobody does."""
+    recipe, worker, begun = deployment.recipe, deployment.cluster.worker, time.monotonic()
+    if not recipe.readiness.worker_port:
+        return
+    port = decide_ports(deployment.settings, recipe).named[recipe.readiness.worker_port]
+    listens = re.compile(rf"^ *\d+: \w+:{port:04X} \w+:0000 0A ", re.MULTILINE)
+    guard_bytes = int(recipe.memory.guard_gib * 2**30)
+    while True:
+        texts = worker.session.ask("facts", files=list(_LISTENERS))["files"].values()
+        if any(listens.search(text or "") for text in texts):
+            return
+        rank = gather(worker).of_rank(1)
+        if rank is None or not rank.is_alive:
+            observed = rank.describe() if rank else "its container is gone"
+            message = f"rank 1 ended before it opened port {port}: {observed}"
+            raise SparkserveError("rank_ended", message, "`sparkserve logs --run last` shows its log", "worker")
+        if time.monotonic() - begun > seconds:
+            message = f"rank 1 did not open port {port} within {seconds} s"
+            raise SparkserveError("start_timeout", message, "`readiness.worker_port` of the recipe names it", "worker")
+        worker.session.ask("guard", container=rank.id, floor=guard_bytes)
+        work.note(f"waiting for rank 1 to open port {port}")
+        work.check()
+        time.sleep(_LISTEN_SECONDS)
 
 
 class Prober:

@@ -11,33 +11,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from sparkserve.errors import usage_error
 from sparkserve.manifest import REPOSITORY
+from sparkserve.placeholders import PLACEHOLDER, PLACEHOLDERS, SECRET
 from sparkserve.settings import nearest_name
 
-PLACEHOLDER = re.compile(r"\$\{([^}]*)\}")
-# What argv, environment and mounts may name. `link.*` and `cache` are those of the rank's own node, never the other's.
-PLACEHOLDERS = {
-    "rank": "0 on the head, 1 on the worker",
-    "head.link.address": "the head's IPv4 address on the cable",
-    "worker.link.address": "the worker's IPv4 address on the cable",
-    "link.address": "this node's IPv4 address on the cable",
-    "link.interface": "this node's interface that owns the link address",
-    "link.hcas": "this node's RDMA devices of the cabled port, separated by commas",
-    "link.gid_index": "this node's RoCE v2 GID index of the link address (looked up at each start)",
-    "ports.api": "port of the API",
-    "ports.master": "port on which the ranks meet",
-    "api_host": "address on which the API listens",
-    "cache": "this node's cache directory",
-    "weights.id": "short digest of all weights commits, to keep rank caches of different weights apart",
-    "image.id": "short digest of the engine image, to keep compiled code of different engines apart",
-    "model_name": "name under which the API serves the model",
-    "context": "longest context, in tokens",
-    "requests": "requests served side by side",
-    "drafts": "draft tokens per step",
-    "kv_bytes": "key-value cache of one rank, in bytes",
-    "dollar": "a dollar sign, for a text that holds `${` of its own",
-    "secret.NAME": "a line of SPARKSERVE_SECRETS_FILE; `secret.api_key` is the key of SPARKSERVE_API_KEY_FILE",
-}
-_SECRET = re.compile(r"secret\.[A-Za-z_][A-Za-z0-9_]*")
 CheckName = Literal["answer", "thinking", "tool", "schema", "needle"]
 Rank = Literal[0, 1]
 _SHELLS = {"sh", "bash", "dash", "zsh"}
@@ -52,6 +28,12 @@ def _check_regex(pattern: str) -> str:
 
 
 Regex = Annotated[str, Field(min_length=1), AfterValidator(_check_regex)]
+Word = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+Port = Annotated[int, Field(ge=1, le=65535)]
+# A Spark has 128 GB; more cannot be asked of it.
+Gib = Annotated[float, Field(ge=0, le=128)]
+Bytes = Annotated[int, Field(ge=0)]
+Seconds = Annotated[int, Field(ge=1)]
 
 
 class Data(BaseModel):
@@ -64,19 +46,25 @@ class Parameters(Data):
     """Values of the model that the owner may change in `.env`; absent means that this recipe has no such value."""
 
     model_name: str = Field(description="Name under which the API serves the model")
-    context: int = Field(description="Longest context, in tokens")
-    requests: int | None = Field(None, description="Requests served side by side")
-    drafts: int | None = Field(None, description="Draft tokens per step")
+    context: int = Field(description="Longest context, in tokens", ge=1)
+    requests: int | None = Field(None, description="Requests served side by side", ge=1)
+    drafts: int | None = Field(None, description="Draft tokens per step", ge=0)
     thinking: bool | None = Field(None, description="Whether replies think by default")
-    context_limit: int | None = Field(None, description="Most context that the model or the memory allows, in tokens")
-    drafts_limit: int | None = Field(None, description="Most draft tokens that the engine takes")
+    context_limit: int | None = Field(None, description="Most context that model or memory allow, in tokens", ge=1)
+    drafts_limit: int | None = Field(None, description="Most draft tokens that the engine takes", ge=0)
 
 
 class Ports(Data):
-    """TCP ports; both must be free on both nodes."""
+    """TCP ports; each must be free on both nodes, and no two may be the same."""
 
-    api: int = Field(description="Port of the API, on the head", ge=1, le=65535)
-    master: int = Field(description="Port on which the ranks meet, on the head's link address", ge=1, le=65535)
+    api: Port = Field(description="Port of the API, on the head")
+    master: Port = Field(description="Port on which the ranks meet, on the head's link address")
+    more: dict[Word, Port] = Field(default_factory=dict, description="Further ports: `rpc = 50052` is `${ports.rpc}`")
+
+    @property
+    def named(self) -> dict[str, int]:
+        """Every port by its name."""
+        return {"api": self.api, "master": self.master, **self.more}
 
 
 class Weights(Data):
@@ -87,13 +75,10 @@ class Weights(Data):
     revision: str = Field(description="Commit (40 hex digits, or a prefix of at least 8), branch or tag")
     include: tuple[str, ...] = Field(("*",), description="Glob patterns of the wanted files")
     exclude: tuple[str, ...] = Field((), description="Glob patterns of files left out")
-    files: int | None = Field(None, description="How many files must be found; a different count stops the lock")
-    mount: str = Field(
-        description="Directory in the container where the engine sees these files; empty: only `derived` reads them",
-        pattern=r"^(/.+)?$",
-    )
+    files: int | None = Field(None, description="How many files must be found; a different count stops the lock", ge=1)
+    mount: str = Field(description="Their directory in the container; empty: for `derived` only", pattern=r"^(/.+)?$")
     deny_sha256: tuple[str, ...] = Field((), description="Hashes that must not be served: same size, wrong content")
-    expected_bytes: int = Field(0, description="Rough size, in bytes, for a disk budget before the lock exists")
+    expected_bytes: Bytes = Field(0, description="Rough size, in bytes, for a disk budget before the lock exists")
 
 
 class Derived(Data):
@@ -106,7 +91,7 @@ class Derived(Data):
     tensors: tuple[Regex, ...] = Field((), description="Regular expressions of tensor names; `LAYER` is each layer")
     layers: tuple[int, int] = Field((0, 0), description="First and last layer")
     dtype: str = Field("", description="Type that every tensor must have, such as BF16")
-    expected_bytes: int = Field(0, description="Rough size, in bytes, for the disk budget")
+    expected_bytes: Bytes = Field(0, description="Rough size, in bytes, for the disk budget")
 
     @model_validator(mode="after")
     def _has_one_origin(self) -> Derived:
@@ -133,29 +118,29 @@ class ChatTemplate(Data):
 
 
 class Image(Data):
-    """The engine image: built here from a pinned base and a pinned engine commit, or pulled by digest."""
+    """The engine image: built here on a pinned base, from an engine's source or without one, or pulled by digest."""
 
-    dockerfile: str = Field("", description="Dockerfile of the recipe; empty means that `reference` is used")
+    dockerfile: str = Field("", description="Dockerfile of the recipe, `FROM ${BASE}`; empty: `reference` is used")
     base: str = Field("", description="Base image, `registry/name:tag`")
     base_digest: str = Field("", description="Digest of the base image", pattern=r"^(sha256:[0-9a-f]{64})?$")
-    engine_repository: str = Field("", description="Git address of the engine")
+    engine_repository: str = Field("", description="Git address of the engine: its files are in `engine/` of the build")
     engine_revision: str = Field("", description="Branch, tag or commit of the engine")
     build_arguments: dict[str, str] = Field(default_factory=dict, description="Further `--build-arg`s")
-    reference: str = Field(
-        "",
-        description="Finished image, `name@sha256:…`, or the id `sha256:…` of one that both nodes have; "
-        "SPARKSERVE_IMAGE where empty",
-    )
+    reference: str = Field("", description="Finished image by digest, or its id on both nodes; else SPARKSERVE_IMAGE")
     reference_help: str = Field("", description="What to set SPARKSERVE_IMAGE to, where no public image is known")
     architecture: Literal["arm64", "amd64", "any"] = Field("arm64", description="Architecture the image must have")
     entrypoint: tuple[str, ...] = Field(description="The image's entry point, given to Docker as it is", min_length=1)
     flags_help: tuple[str, ...] = Field((), description="Arguments after the entry point that print every flag")
-    expected_bytes: int = Field(25_000_000_000, description="Rough size on disk, in bytes, for the disk budget")
+    expected_bytes: Bytes = Field(25_000_000_000, description="Rough size on disk, in bytes, for the disk budget")
 
     @model_validator(mode="after")
     def _has_a_source(self) -> Image:
         if self.dockerfile and not self.base:
             raise ValueError("a dockerfile needs `base`")
+        if self.dockerfile and self.reference:
+            raise ValueError("either `dockerfile` or `reference`: an empty text takes an inherited one away")
+        if bool(self.engine_repository) != bool(self.engine_revision):
+            raise ValueError("`engine_repository` and `engine_revision` go together")
         pinned = r"([^@\s]+@)?sha256:[0-9a-f]{64}"
         if not self.dockerfile and self.reference and not re.fullmatch(pinned, self.reference):
             raise ValueError("`reference` should be pinned: name@sha256:<64 hex digits>")
@@ -177,16 +162,22 @@ class Container(Data):
 
     gpus: bool = Field(default=True, description="Give the container all GPUs")
     ipc: Literal["host", "private"] = Field("private", description="Shared memory with the host or its own")
-    shm_bytes: int = Field(2_147_483_648, description="Size of /dev/shm, in bytes, where ipc is private")
+    shm_bytes: Bytes = Field(2_147_483_648, description="Size of /dev/shm, in bytes, where ipc is private")
     devices: tuple[str, ...] = Field(("/dev/infiniband",), description="Devices of the host")
     capabilities: tuple[str, ...] = Field(("IPC_LOCK",), description="Linux capabilities to add")
     ulimits: dict[str, int] = Field(default_factory=lambda: {"memlock": -1}, description="Limits; -1 is unlimited")
     oom_score_adj: int = Field(1000, description="The kernel ends the engine before anything else", ge=-1000, le=1000)
-    pids_limit: int | None = Field(None, description="Most processes in the container")
-    stop_seconds: int = Field(90, description="Time between SIGTERM and SIGKILL", ge=1)
+    pids_limit: int | None = Field(None, description="Most processes in the container", ge=1)
+    stop_seconds: Seconds = Field(90, description="Time between SIGTERM and SIGKILL")
     user: str = Field("", description="User of the engine's process; empty: the image's")
     directory: str = Field("", description="Working directory; empty: the image's")
     mounts: tuple[Mount, ...] = Field((), description="Directories that survive the container")
+
+    @model_validator(mode="after")
+    def _has_its_own_memory(self) -> Container:
+        if self.ipc == "host" and self.shm_bytes and "shm_bytes" in self.model_fields_set:
+            raise ValueError('`shm_bytes` has no effect beside `ipc = "host"`; 0 takes an inherited one away')
+        return self
 
 
 class Switch(Data):
@@ -205,30 +196,39 @@ class Launch(Data):
     more_argv: tuple[str, ...] = Field((), description="Further arguments of both ranks, for recipes that extend one")
     head_argv: tuple[str, ...] = Field((), description="Further arguments of rank 0")
     worker_argv: tuple[str, ...] = Field((), description="Further arguments of rank 1")
+    worker_entrypoint: tuple[str, ...] = Field((), description="Another program of rank 1, with `worker_argv` alone")
+    owned: tuple[str, ...] = Field((), description="Flags that no extra argument may set: other spellings of ours")
     switches: tuple[Switch, ...] = Field((), description="Arguments that depend on a parameter")
     env: dict[str, str] = Field(default_factory=dict, description="Environment of both ranks")
     head_env: dict[str, str] = Field(default_factory=dict, description="Further environment of rank 0")
     worker_env: dict[str, str] = Field(default_factory=dict, description="Further environment of rank 1")
     api_key_mount: str = Field("", description="Path in rank 0's container of the API key file")
+    api_key_env: str = Field("", description="Variable of rank 0 that holds the API key, set only where there is one")
 
-    @property
-    def words(self) -> tuple[str, ...]:
-        """Every argument that either rank may get."""
-        switched = [word for switch in self.switches for word in (*switch.on, *switch.off)]
-        return (*self.argv, *self.more_argv, *self.head_argv, *self.worker_argv, *switched)
+    def words_of(self, rank: int, parameters: Mapping[str, object] | None = None) -> tuple[str, ...]:
+        """Give the arguments of a rank with these parameters, or all that it may get."""
+        own = self.worker_argv if rank else self.head_argv
+        if rank and self.worker_entrypoint:
+            return own
+        words = [*self.argv, *self.more_argv, *own]
+        for switch in self.switches:
+            if rank in switch.ranks:
+                is_on = parameters is None or bool(parameters[switch.parameter])
+                words += [*(switch.on if is_on else ()), *(switch.off if not is_on or parameters is None else ())]
+        return tuple(words)
 
 
 class Memory(Data):
     """What the pair must have; GiB are 2**30 bytes, per node."""
 
-    required_gib: float = Field(description="MemAvailable that a node must show before the start")
-    weights_gib: float = Field(0, description="Weights held by one rank")
-    kv_bytes: int = Field(0, description="Key-value cache of one rank, in bytes")
-    kv_bytes_per_token: float = Field(0, description="What one token takes of it: a context beyond it is refused")
-    floor_gib: float = Field(2, description="MemAvailable below which a serving node is in danger")
+    required_gib: Gib = Field(description="MemAvailable that a node must show before the start")
+    weights_gib: Gib = Field(0, description="Weights held by one rank")
+    kv_bytes: Bytes = Field(0, description="Key-value cache of one rank, in bytes")
+    kv_bytes_per_token: float = Field(0, description="What one token takes of it: a context beyond it is refused", ge=0)
+    floor_gib: Gib = Field(2, description="MemAvailable below which a serving node is in danger")
     # Engines keep the floor themselves and may touch it: what ends a start lies well below.
-    guard_gib: float = Field(1, description="MemAvailable at which a node kills its loading rank, before it hangs")
-    first_start_disk_bytes: int = Field(0, description="What the first start writes to the cache directory of a node")
+    guard_gib: Gib = Field(1, description="MemAvailable at which a node kills its loading rank, before it hangs")
+    first_start_disk_bytes: Bytes = Field(0, description="What the first start writes to the cache directory of a node")
 
 
 class Phase(Data):
@@ -252,10 +252,11 @@ class Readiness(Data):
     """When the engine counts as ready: a real completion is always asked for; this tells where and how long."""
 
     health: str = Field("/health", description="Path that answers once HTTP is open")
-    first_seconds: int = Field(3600, description="Deadline of the first start (compiling, rank cache), in seconds")
-    later_seconds: int = Field(1200, description="Deadline of later starts, in seconds")
+    first_seconds: Seconds = Field(3600, description="Deadline of the first start (compiling, rank cache), in seconds")
+    later_seconds: Seconds = Field(1200, description="Deadline of later starts, in seconds")
     warm_files: str = Field("", description="Glob of files of a node that only a finished first start leaves")
-    warm_up_tokens: int = Field(0, description="Length of a first prompt after the start, 0 for none")
+    warm_up_tokens: int = Field(0, description="Length of a first prompt after the start, 0 for none", ge=0)
+    worker_port: str = Field("", description="Name (in `ports`) of what rank 1 must open before rank 0 is started")
 
 
 class Counters(Data):
@@ -264,9 +265,9 @@ class Counters(Data):
     path: str = Field("/metrics", description="Path of the metrics")
     running: str = Field(description="Gauge of requests in flight")
     waiting: str = Field("", description="Gauge of requests that wait")
-    moving: tuple[str, ...] = Field(description="Counters of which one moves while work goes on")
+    moving: tuple[str, ...] = Field(description="Counters of which one moves while work goes on", min_length=1)
     generated: str = Field("", description="Counter of generated tokens")
-    stalled_seconds: int = Field(120, description="Requests run and no counter moved for so long: stalled")
+    stalled_seconds: Seconds = Field(120, description="Requests run and no counter moved for so long: stalled")
 
 
 class Verify(Data):
@@ -275,7 +276,7 @@ class Verify(Data):
     checks: tuple[CheckName, ...] = Field(("answer", "thinking", "tool", "schema", "needle"), description="Requests")
     thinking_on: dict[str, Any] = Field(default_factory=dict, description="Request fields that turn thinking on")
     thinking_off: dict[str, Any] = Field(default_factory=dict, description="Request fields that turn thinking off")
-    needle_tokens: int = Field(24_000, description="Rough length of the long prompt, in tokens")
+    needle_tokens: int = Field(24_000, description="Rough length of the long prompt, in tokens", ge=1)
     untrained: bool = Field(default=False, description="Random weights: what needs a trained model is not applicable")
 
 
@@ -311,9 +312,7 @@ class Recipe(Data):
     warnings: tuple[str, ...] = Field((), description="Told before the engine starts")
     parameters: Parameters
     ports: Ports
-    weights: tuple[Weights, ...] = Field(
-        description="Empty where the model lies in a directory of the owner's: a mount that `must_exist`"
-    )
+    weights: tuple[Weights, ...] = Field(description="Empty where a mount that `must_exist` holds the owner's model")
     derived: tuple[Derived, ...] = ()
     chat_template: ChatTemplate | None = None
     image: Image
@@ -330,43 +329,54 @@ class Recipe(Data):
     directories: tuple[Path, ...] = Field((), exclude=True)
 
     @model_validator(mode="after")
-    def _derives_from_its_weights(self) -> Recipe:
+    def _names_are_single(self) -> Recipe:
+        """Refuse what would hide another of its kind, since it is known by this from here on."""
+        weights = [item.name for item in self.weights]
+        places = {"derived": [item.mount for item in self.derived], "ports": ["api", "master", *self.ports.more]}
+        for kind, names in {"weights": weights, **places}.items():
+            if doubled := [name for name in names if names.count(name) > 1]:
+                raise ValueError(f"{kind}: {doubled[0]} is there twice; each needs one of its own")
         for item in self.derived:
-            if item.weights and item.weights not in {weights.name for weights in self.weights}:
+            if item.weights and item.weights not in weights:
                 raise ValueError(f"derived {item.name}: there are no weights {item.weights}")
-        return self
-
-    @model_validator(mode="after")
-    def _has_a_model(self) -> Recipe:
         if not self.weights and not any(mount.must_exist for mount in self.container.mounts):
             raise ValueError("`weights` should name at least one source, or a mount that `must_exist` hold the model")
         return self
 
     @model_validator(mode="after")
     def _arguments_arrive(self) -> Recipe:
-        shells = [word for word in self.image.entrypoint if PurePosixPath(word).name in _SHELLS]
-        launch = self.launch
-        ranks = [(*launch.argv, *launch.more_argv, *own) for own in (launch.head_argv, launch.worker_argv)]
-        # `bash -c` takes one argument for its script.
-        is_script = re.fullmatch(r"-[a-z]*c", self.image.entrypoint[-1]) and not launch.switches
-        if shells and not (is_script and {len(words) for words in ranks} == {1}):
-            raise ValueError(
-                f"{shells[0]} of `image.entrypoint` would swallow the arguments; name the engine's own program"
-            )
+        for rank in (0, 1):
+            shells = [word for word in self.program(rank) if PurePosixPath(word).name in _SHELLS]
+            # `bash -c` takes one argument for its script.
+            if shells and not (self.runs_script(rank) and len(self.launch.words_of(rank)) == 1):
+                name = "launch.worker_entrypoint" if rank and self.launch.worker_entrypoint else "image.entrypoint"
+                raise ValueError(f"{shells[0]} of `{name}` would swallow the arguments; name the engine's own program")
         return self
+
+    def program(self, rank: int) -> tuple[str, ...]:
+        """Give the entry point of one rank."""
+        return (self.launch.worker_entrypoint if rank else ()) or self.image.entrypoint
+
+    def runs_script(self, rank: int) -> bool:
+        """Whether a rank's one argument is a shell's script: any other would become `$0` and `$1` of it."""
+        *before, last = self.program(rank)
+        return bool(re.fullmatch(r"-[a-z]*c", last)) and any(PurePosixPath(word).name in _SHELLS for word in before)
 
     @model_validator(mode="after")
     def _names_are_known(self) -> Recipe:
+        known = {*PLACEHOLDERS, *(f"ports.{name}" for name in self.ports.more)} - {"ports.NAME"}
         for text in self.templated_texts():
             for name in PLACEHOLDER.findall(text):
-                if name not in PLACEHOLDERS and not _SECRET.fullmatch(name):
-                    raise ValueError(f"${{{name}}} in {text!r} is unknown{nearest_name(name, PLACEHOLDERS)}")
+                if name not in known and not SECRET.fullmatch(name):
+                    raise ValueError(f"${{{name}}} in {text!r} is unknown{nearest_name(name, known)}")
+        if (port := self.readiness.worker_port) and port not in self.ports.named:
+            raise ValueError(f"`readiness.worker_port`: there is no port {port}{nearest_name(port, self.ports.named)}")
         return self
 
     def templated_texts(self) -> Iterator[str]:
         """List every text in which `${…}` is replaced."""
         launch = self.launch
-        yield from launch.words
+        yield from (*launch.words_of(0), *launch.words_of(1))
         for env in (launch.env, launch.head_env, launch.worker_env):
             yield from env.values()
         yield self.readiness.warm_files
@@ -386,8 +396,3 @@ class Recipe(Data):
             if path.is_file() and directory.resolve() in path.resolve().parents:
                 return path.read_bytes()
         raise usage_error("recipe_file", f"recipe {self.name} has no file {name}")
-
-
-def render(text: str, values: Mapping[str, str]) -> str:
-    """Replace `${name}`; a value that is not known stays visible as `<name>`."""
-    return PLACEHOLDER.sub(lambda match: values.get(match[1], f"<{match[1]}>"), text)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from sparkserve import image
+from sparkserve import image_facts
 from sparkserve.blueprint import Blueprint, draw
 from sparkserve.container import ContainerSpec
 from sparkserve.errors import SparkserveError, flatten
@@ -27,43 +29,87 @@ class Finding:
     hint: str = ""
 
 
-def check_recipe(recipe: Recipe, settings: Settings) -> tuple[list[Finding], Blueprint | None]:
+def draw_open(recipe: Recipe) -> Blueprint:
+    """Build both ranks' containers without any settings or facts."""
+    return draw(Settings(), recipe, None, None, "places in <> are looked up on the nodes")
+
+
+def check_recipe(recipe: Recipe) -> tuple[list[Finding], Blueprint | None]:
     """Check a recipe that parses; gives both ranks' containers where they can be rendered."""
+    ports = partial(decide_ports, Settings(), recipe)
     findings = [
         Finding("schema", "every key is known and every value fits"),
-        _try("ports", lambda: f"API {(ports := decide_ports(settings, recipe)).api}, ranks {ports.master}"),
+        _try("ports", lambda: ", ".join(f"{name} {port}" for name, port in ports().named.items())),
         _try("files", lambda: f"{len(_files(recipe))} files of the recipe are there"),
+        *_check_dockerfile(recipe),
         *_check_mounts(recipe),
         _check_memory(recipe),
+        _check_parameters(recipe),
     ]
-    drawn: list[Blueprint] = []
-
-    def render() -> str:
-        drawn.append(draw(settings, recipe, None, None))
-        return ", ".join(f"{spec.name}: {len(spec.argv)} arguments" for spec in drawn[0].specs.values())
-
-    findings.append(_try("commands of both ranks", render))
-    for spec in drawn[0].specs.values() if drawn else ():
+    try:
+        drawn = draw_open(recipe)
+    except SparkserveError as error:
+        return [*findings, _failed("commands of both ranks", error)], None
+    for spec in drawn.specs.values():
         findings += _check_flags(spec)
     if not recipe.image.flags_help:
         findings.append(Finding("flags", "not asked of the engine before the start: `image.flags_help` is empty"))
-    return findings, drawn[0] if drawn else None
+    return findings, drawn
 
 
 def _try(what: str, look: Callable[[], str]) -> Finding:
     try:
         return Finding(what, look())
     except SparkserveError as error:
-        singles = flatten(error)
-        return Finding(what, "", "; ".join(single.message for single in singles), singles[0].hint)
+        return _failed(what, error)
 
 
-def _files(recipe: Recipe) -> list[bytes]:
-    if recipe.image.dockerfile:
-        image.build_files(recipe)
+def _failed(what: str, error: SparkserveError) -> Finding:
+    singles = flatten(error)
+    return Finding(what, "", "; ".join(single.message for single in singles), singles[0].hint)
+
+
+def _files(recipe: Recipe) -> list[str]:
+    """Read every file that the recipe names; those beside the Dockerfile are for it alone."""
+    built = list(image_facts.build_files(recipe)) if recipe.image.dockerfile else []
     prologue = recipe.chat_template.prologue if recipe.chat_template else ""
-    names = [recipe.image.dockerfile, prologue, *(item.file for item in recipe.derived)]
-    return [recipe.file(name) for name in names if name]
+    named = [name for name in (prologue, *(item.file for item in recipe.derived)) if name and recipe.file(name)]
+    return [*built, *named]
+
+
+def _check_dockerfile(recipe: Recipe) -> Iterator[Finding]:
+    """Look that a Dockerfile uses what is pinned for it: the base, and the engine's source just where there is one."""
+    name, repository = recipe.image.dockerfile, recipe.image.engine_repository
+    try:
+        text = re.sub(r"(?m)^\s*#.*$", "", recipe.file(name).decode(errors="replace"))
+    except SparkserveError:  # there is none, or it is told with the files
+        return
+    problem = ""
+    if not re.search(r"(?im)^\s*FROM\s.*\$(\{BASE\}|BASE\b)", text):
+        problem = "no `FROM ${BASE}`: the pinned base image would not be used"
+    elif repository and not re.search(r"\bengine\b|(COPY|ADD) .*\.\s", text):
+        problem = "it uses nothing of `engine/`, where the engine's source is"
+    elif not repository and re.search(r"(COPY|ADD)\s+(--\S+\s+)*(\./)?engine[/\s]", text):
+        problem = "it copies `engine/`, which only an `engine_repository` puts there"
+    yield Finding(
+        "Dockerfile", "it uses what is pinned for it", problem, f"look at {name}, and at `image` of the recipe"
+    )
+
+
+def _check_parameters(recipe: Recipe) -> Finding:
+    """Find what the owner may set and no argument says: it would be ignored without a word."""
+    texts, switched = " ".join(recipe.templated_texts()), {one.parameter for one in recipe.launch.switches}
+    owned = [name for name in ("model_name", "context", "requests", "drafts") if getattr(recipe.parameters, name)]
+    places = [*owned, "api_host", *(f"ports.{name}" for name in recipe.ports.named)]
+    lost = [f"${{{name}}}" for name in places if name not in switched and f"${{{name}}}" not in texts]
+    front = recipe.chat_template and recipe.chat_template.prologue
+    lost += ["thinking"] if recipe.parameters.thinking is not None and not front and "thinking" not in switched else []
+    ranks = [(recipe.program(rank), recipe.launch.words_of(rank)) for rank in (0, 1)]
+    own_env = recipe.launch.head_env or recipe.launch.worker_env
+    lost += ["${rank}"] if ranks[0] == ranks[1] and not own_env and "${rank}" not in texts else []
+    problem = f"in no argument or environment: {', '.join(lost)}" if lost else ""
+    hint = "name each in `launch`; leave out of `parameters` what the engine has not"
+    return Finding("parameters", "each reaches the engine, and the ranks differ", problem, hint)
 
 
 def _check_mounts(recipe: Recipe) -> Iterator[Finding]:

@@ -84,9 +84,7 @@ def _explain(problem: Any, name: str) -> SparkserveError:  # noqa: ANN401 - pyda
     if problem["type"] == "extra_forbidden":
         text = f"unknown key{nearest_name(location[-1], _known_keys(Recipe, location[:-1]))}"
     where = ".".join(location) or "recipe"
-    return usage_error(
-        "recipe_invalid", f"recipe {name}: {where}: {text}", "`sparkserve recipes show NAME` explains the keys"
-    )
+    return usage_error("recipe_invalid", f"recipe {name}: {where}: {text}", "docs/recipes.md explains the keys")
 
 
 def _known_keys(model: type[BaseModel], location: list[str]) -> list[str]:

@@ -17,22 +17,11 @@ from sparkserve.recipe_check import Finding
 from sparkserve.tables import make_table, verdict_text
 
 
-def recipe_rows(recipes: Sequence[Recipe]) -> list[dict[str, Any]]:
-    """List recipes for a program."""
-    names = ("name", "title", "engine", "system", "proven", "why")
-    return [{name: getattr(recipe, name) for name in names} for recipe in recipes]
-
-
 def recipes_table(recipes: Sequence[Recipe]) -> Table:
     """Show the recipes."""
     rows = ((recipe.name, recipe.engine, "yes" if recipe.proven else "no", recipe.title) for recipe in recipes)
     caption = "`sparkserve recipes show NAME` explains one"
     return make_table("recipe", "engine", "proven on Sparks", "what it serves", rows=rows, caption=caption)
-
-
-def recipe_data(recipe: Recipe, drawn: Blueprint) -> dict[str, Any]:
-    """Give all of a recipe, and what it makes of both ranks, for a program."""
-    return {"recipe": recipe, **blueprint_data(drawn, recipe)}
 
 
 def recipe_view(recipe: Recipe, drawn: Blueprint) -> list[Table | str]:
@@ -42,7 +31,8 @@ def recipe_view(recipe: Recipe, drawn: Blueprint) -> list[Table | str]:
     lines += [f"follows: {recipe.system}"] if recipe.system else []
     lines += [f"warning: {text}" for text in recipe.warnings]
     memory, ports, image = recipe.memory, recipe.ports, recipe.image
-    built = f"built on {image.base} from {image.engine_repository} at {image.engine_revision}"
+    source = f" from {image.engine_repository} at {image.engine_revision}" if image.engine_repository else ""
+    built = f"built on {image.base}{source}"
     pulled = image.reference or f"set SPARKSERVE_IMAGE; {image.reference_help}"
     cache = f" + cache {memory.kv_bytes / 2**30:.1f}" if memory.kv_bytes else ""
     lines += [
@@ -51,7 +41,7 @@ def recipe_view(recipe: Recipe, drawn: Blueprint) -> list[Table | str]:
         f"memory of a node: {memory.required_gib:g} GiB available; weights {memory.weights_gib:g}{cache},"
         f" floor {memory.floor_gib:g}",
         f"disk of a node: {show_size(recipe.disk_bytes)}",
-        f"ports: API {ports.api} on the head, ranks {ports.master} on the cable",
+        f"ports: {', '.join(f'{name} {port}' for name, port in ports.named.items())}",
     ]
     rows = ((one.name, one.repository, one.revision, one.mount or "-") for one in recipe.weights)
     sources = make_table("weights", "repository", "at", "in the container", rows=rows)
@@ -64,14 +54,8 @@ def recipe_view(recipe: Recipe, drawn: Blueprint) -> list[Table | str]:
 def blueprint_data(found: Blueprint, recipe: Recipe) -> dict[str, Any]:
     """Give both ranks' containers for a program."""
     ranks = [
-        {
-            "rank": rank,
-            "node": role,
-            "argv": [*spec.entrypoint, *spec.argv],
-            "env": dict(spec.env),
-            "command": docker_run_argv(spec),
-            "unresolved": spec.unresolved,
-        }
+        {"rank": rank, "node": role, "argv": [*spec.entrypoint, *spec.argv], "env": dict(spec.env)}
+        | {"command": docker_run_argv(spec), "unresolved": spec.unresolved}
         for rank, (role, spec) in enumerate(found.specs.items())
     ]
     facts = {"basis": found.basis, "age_seconds": found.age}
@@ -88,6 +72,14 @@ def blueprint_view(found: Blueprint, recipe: Recipe) -> list[str]:
         lines += [f"# not known: {', '.join(spec.unresolved)}"] if spec.unresolved else []
         lines.append(" \\\n  ".join(shlex.quote(word) for word in docker_run_argv(spec)))
     return ["\n".join(lines)]
+
+
+def reach_view(recipe: Recipe, drawn: Blueprint) -> list[str]:
+    """Show all that a recipe of somebody else would do here: both containers whole, its Dockerfile, its sysctls."""
+    name, sysctls = recipe.image.dockerfile, recipe.tuning.sysctl
+    lines = [f"# {name}", recipe.file(name).decode(errors="replace")] if name else []
+    lines += [f"# sysctl {key} = {value}, on both nodes" for key, value in sysctls.items()]
+    return [*blueprint_view(drawn, recipe), "\n".join(lines)]
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:

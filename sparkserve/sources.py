@@ -60,7 +60,8 @@ def resolve(recipe: Recipe, settings: Settings, report: Callable[[str], None]) -
     image = LockedImage()
     if recipe.image.dockerfile:
         repository, revision = engine_source(recipe, settings)
-        commit = attempt(f"engine {repository}", partial(_find_engine, repository, revision))
+        # An image may be made of its base and the recipe's own files alone.
+        commit = repository and attempt(f"engine {repository}", partial(_find_engine, repository, revision))
         base = attempt(f"base image {recipe.image.base}", partial(_find_base, recipe.image))
         image = LockedImage(
             base=base or "", engine_repository=repository, engine_commit=commit or "", engine_asked=revision
@@ -99,7 +100,7 @@ def describe(lock: Lock, recipe: Recipe, settings: Settings) -> list[SourceRow]:
         rows.append(SourceRow("image", name, settings.image or recipe.image.reference, digest))
     else:
         repository, revision = engine_source(recipe, settings)
-        rows.append(SourceRow("engine", repository, revision, image.engine_commit))
+        rows += [SourceRow("engine", repository, revision, image.engine_commit)] if repository else []
         name, _, digest = image.base.partition("@")
         rows.append(SourceRow("base image", name, recipe.image.base_digest or recipe.image.base, digest))
     return rows
@@ -118,12 +119,8 @@ def compare(old: Lock | None, new: Lock, recipe: Recipe, settings: Settings) -> 
     """List what differs between two locks: each source's commit or digest, then its files."""
     before = _named(old, recipe, settings) if old else {}
     after = _named(new, recipe, settings)
-    names = dict.fromkeys([*before, *after])
-    return [
-        Difference(name, before.get(name, ""), after.get(name, ""))
-        for name in names
-        if before.get(name) != after.get(name)
-    ]
+    every = (Difference(name, before.get(name, ""), after.get(name, "")) for name in {**before, **after})
+    return [one for one in every if one.before != one.after]
 
 
 def _named(lock: Lock, recipe: Recipe, settings: Settings) -> dict[str, str]:

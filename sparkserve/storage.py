@@ -8,15 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from sparkserve import derive, image, inventory, lock, prune, weights
+from sparkserve import derive, image_facts, inventory, lock, prune, weights
 from sparkserve.checks import show_size
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role, pair_lock
 from sparkserve.container import image_id
 from sparkserve.errors import Failures, SparkserveError, usage_error
 from sparkserve.lifecycle import Outcome, Session, carry_out, deployed, find_recipe, run_steps, unlock_sudo
 from sparkserve.manifest import is_proved
+from sparkserve.placeholders import render
 from sparkserve.plan import Change, Plan
-from sparkserve.recipe import Recipe, render
+from sparkserve.recipe import Recipe
 from sparkserve.records import read_records
 from sparkserve.settings import load
 
@@ -106,7 +107,7 @@ def _wanted(deployments: list[Deployment], node: Node) -> prune.Wanted:
     images: set[str] = set()
     folders: set[str] = set()
     for one in deployments:
-        tag = image.tag_of(one.recipe, one.lock)
+        tag = image_facts.tag_of(one.recipe, one.lock)
         ids = {"weights.id": one.lock.weights_id, "image.id": image_id(tag)}
         values = {"cache": node.cache_dir, **ids}
         sources = [mount.source for mount in one.recipe.container.mounts]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparkserve.recipe import PLACEHOLDER
+from sparkserve.placeholders import PLACEHOLDER
 from sparkserve.recipe_source import templates_dir
 
 # What a flag's value can tell of a pair that runs. Everything else in their arguments stays as it is.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import SecretStr, ValidationError
 
-from sparkserve import blueprint, image, link, takeover_facts
+from sparkserve import blueprint, image_facts, link, takeover_facts
 from sparkserve.against import Difference, Wanted, compare
 from sparkserve.blueprint import Links
 from sparkserve.cluster import ROLES, Deployment, Node, Role, connect
@@ -73,7 +73,7 @@ def take_over(loaded: Loaded, text: str, directory: Path, *, force: bool = False
         wanted = Settings.model_validate({**settings.model_dump(), **lines})
         _check_equal(Deployment(wanted, recipe, lock, cluster), links, pair, found.secrets)
         # With our name on the image a start has nothing to build, pull or ship.
-        tag = image.tag_of(recipe, lock)
+        tag = image_facts.tag_of(recipe, lock)
         cluster.on_both(lambda node: node.host.run(["docker", "tag", pair.ranks[node.role].image_id, tag]))
     head = LocalHost("head")
     for path, content in files.values():
@@ -198,7 +198,7 @@ def compare_with_running(session: Session) -> Comparison:
     with connect(settings) as cluster:
         links = cluster.on_both(link.gather)
         running = _find_running(cluster.on_both(takeover_facts.gather))
-        images = cluster.on_both(lambda node: _image_id(node, image.tag_of(recipe, known)))
+        images = cluster.on_both(lambda node: _image_id(node, image_facts.tag_of(recipe, known)))
         deployment = Deployment(settings, recipe, known, cluster)
         rows = _differences(deployment, links, running, read_secrets(settings), images)
     theirs = [SecretStr(value) for one in running.values() for value in find_secrets(one, "")]

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from sparkserve.cluster import Role
 from sparkserve.container import LinkPlace
-from sparkserve.recipe import render
+from sparkserve.placeholders import render
 from sparkserve.takeover_facts import Running
 from sparkserve.takeover_families import Family
 

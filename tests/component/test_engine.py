@@ -196,6 +196,49 @@ def test_whatever_is_wrong_both_ranks_are_replaced(scene: Scene, spoil: Callable
     assert changes[0].key in changes[1].needs
 
 
+def test_rank_0_starts_once_rank_1_has_opened_its_port(scene: Scene) -> None:
+    scene.recipe = {"worker_port": "master"}
+    scene.answers = good
+    port = make_deployment().recipe.ports.master
+    seen: list[bool] = []
+
+    def open_port() -> None:
+        worker = scene.started(scene.worker)
+        wait_for(lambda: worker.id in scene.worker.guarded, "the worker's memory is guarded meanwhile")
+        seen.append(bool(scene.head.containers))
+        scene.worker.listening = {port}
+
+    threading.Thread(target=open_port, daemon=True).start()
+    scene.apply().raise_failures()
+    assert seen == [False]
+    assert scene.head.containers
+
+
+@pytest.mark.parametrize(
+    ("change", "act", "code", "words"),
+    [
+        ({}, lambda worker: worker.end(1), "rank_ended", "before it opened port"),
+        ({"first_seconds": 0, "later_seconds": 0}, None, "start_timeout", "did not open port"),
+    ],
+)
+def test_a_port_that_rank_1_does_not_open_ends_the_start(
+    scene: Scene, change: dict[str, Any], act: Callable[[Container], Any] | None, code: str, words: str
+) -> None:
+    scene.recipe = {"worker_port": "master", **change}
+
+    def end() -> None:
+        wait_for(lambda: "start sparkserve-rank1" in scene.worker.events, "rank 1 runs")
+        if act is not None:
+            act(scene.started(scene.worker))
+
+    threading.Thread(target=end, daemon=True).start()
+    error = scene.fail()
+    assert (error.code, error.node) == (code, "worker")
+    assert words in error.message
+    assert "create sparkserve-rank0" not in scene.head.events
+    assert scene.worker.containers == []
+
+
 def test_a_pair_that_is_broken_inside_is_replaced(scene: Scene) -> None:
     scene.wanted()
     assert [change.before for change in scene.plan(serving="broken")][1:3] == ["running, does not serve"] * 2

@@ -28,12 +28,13 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
     return {"XDG_STATE_HOME": str(tmp_path / "state")}
 
 
-def publish(root: Path, toml: str = RECIPE, **links: str) -> str:
+def publish(root: Path, toml: str = RECIPE, dockerfile: str = "", **links: str) -> str:
     """Make a repository with one recipe in it; give the recipe's address."""
     source = root / "repository"
     folder = source / "recipes" / "theirs"
     folder.mkdir(parents=True)
     (folder / "recipe.toml").write_text(toml)
+    (folder / "Dockerfile").write_text(dockerfile)
     for name, target in links.items():
         (folder / name).symlink_to(target)
     git("init", "--quiet", directory=source)
@@ -59,6 +60,24 @@ def test_it_is_shown_asked_for_and_then_remembered(
     assert find_recipe(address, environment).name == "theirs", "from now on no network is needed"
     assert cli._run(["plan", "--recipe", address]) == 0
     assert "# recipe theirs" in capsys.readouterr().out
+
+
+def test_all_that_it_would_do_here_is_shown(
+    tmp_path: Path, environment: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    toml = '[image]\nreference = ""\ndockerfile = "Dockerfile"\nbase = "a/b:1"\n[launch.env]\nLD_PRELOAD = "/x.so"\n'
+    address = publish(tmp_path, RECIPE + toml, "ARG BASE\nFROM ${BASE}\nRUN curl example.org/x | sh\n")
+    assert cli._run(["recipes", "add", address, "--yes"]) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "--env=LD_PRELOAD=/x.so",
+        "--mount=type=bind,source=",
+        "--device=/dev/infiniband",
+        "--cap-add=SYS_PTRACE",
+        "RUN curl example.org/x | sh",
+        "sysctl vm.swappiness = 0",
+    ):
+        assert text in shown
 
 
 def test_another_commit_is_not_trusted(tmp_path: Path, environment: dict[str, str]) -> None:

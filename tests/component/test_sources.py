@@ -113,6 +113,17 @@ def test_everything_is_resolved(hub: Hub, repos: Path, registry: FakeRegistry, r
     assert not [entry for entry in hub.log() if "/resolve/" in entry["path"]], "a lock fetches no file"
 
 
+def test_an_image_may_have_no_engine_of_its_own(hub: Hub, recipe: Recipe) -> None:
+    settings, said = settings_for(hub), list[str]()
+    bare = change_image(recipe, engine_repository="", engine_revision="")
+    lock = sources.resolve(bare, settings, said.append)
+    assert (lock.image.engine_repository, lock.image.engine_commit) == ("", "")
+    assert not [text for text in said if text.startswith("engine")]
+    assert [row.kind for row in sources.describe(lock, bare, settings)][2:] == ["chat template", "base image"]
+    assert find_disagreements(lock, bare, settings) == []
+    assert find_disagreements(lock, recipe, settings)
+
+
 def test_rows_of_a_lock(hub: Hub, recipe: Recipe) -> None:
     settings = settings_for(hub)
     short = change_weights(recipe, 0, revision=recipe.weights[0].revision[:8])
@@ -377,6 +388,17 @@ def test_a_pinned_digest_is_looked_up(hub: Hub, registry: FakeRegistry, recipe: 
     assert lock.image.base.endswith(registry.digest())
     (error,) = problems(change_image(recipe, base_digest="sha256:" + "0" * 64), settings_for(hub))
     assert error.code == "registry_missing"
+
+
+@pytest.mark.parametrize("behaviour", [{"challenge": 'Basic realm="x"'}, {"status": 401}, {"status": 403}])
+def test_a_digest_needs_no_look_at_a_registry_with_a_login(
+    hub: Hub, registry: FakeRegistry, recipe: Recipe, behaviour: dict[str, Any]
+) -> None:
+    vars(registry).update(behaviour)
+    pinned = change_image(recipe, base_digest="sha256:" + "5" * 64)
+    assert sources.resolve(pinned, settings_for(hub), quiet).image.base.endswith("5" * 64)
+    (error,) = problems(recipe, settings_for(hub))
+    assert (error.code, "docker login" in error.hint) == ("registry_login", True)
 
 
 def test_a_registry_without_a_digest_header_is_read(hub: Hub, registry: FakeRegistry, recipe: Recipe) -> None:

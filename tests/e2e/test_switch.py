@@ -73,12 +73,19 @@ def test_the_pair_that_answered_comes_back(other: Pair) -> None:
 
 
 def test_a_setting_that_breaks_the_engine_is_named_and_undone(serving: Pair) -> None:
+    before = [node.docker("ps", "-q") for node in serving.lab.nodes]
     serving.write_settings(SPARKSERVE_EXTRA_ARGS="--no-such-flag")
+    answer = serving.ask("start")
+    assert [error["code"] for error in answer["errors"]] == ["image_flags"]
+    assert "does not know --no-such-flag" in text_of(answer)
+    assert [node.docker("ps", "-q") for node in serving.lab.nodes] == before, "a flag is refused before anything stops"
+    # The engine knows the flag, and not the value.
+    serving.write_settings(SPARKSERVE_EXTRA_ARGS="--backend none")
     answer = serving.ask("start")
     assert answer["exit_code"] == 1
     told = text_of(answer)
     assert "changed since run" in told
-    assert "SPARKSERVE_EXTRA_ARGS: not set -> ('--no-such-flag',)" in told
+    assert "SPARKSERVE_EXTRA_ARGS: not set -> ('--backend', 'none')" in told
     assert "was brought back" in told
     serving.write_settings()
     assert serving.ask("start")["data"]["changes"] == []

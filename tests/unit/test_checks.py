@@ -308,12 +308,13 @@ def test_every_check_has_its_entry() -> None:
     assert named <= CATALOG.keys()
 
 
-def test_a_port_of_rank_0_is_ours_on_the_head_only() -> None:
+def test_a_port_that_is_held_beside_a_rank_of_ours_is_its_own_on_either_node() -> None:
     held = {8888: PortFacts(free=False, holder="a process of root, which this account may not look at")}
     facts = {"ports": held, "containers": (OURS,)}
     found = [check for check in judge(make_subject(system={"head": facts, "worker": facts})) if check.id == "port"]
-    assert [(check.node, check.verdict) for check in found] == [("head", "ok"), ("worker", "fail")]
-    assert "sport = :8888" in found[1].advice
+    assert [(check.node, check.verdict) for check in found] == [("head", "ok"), ("worker", "ok")]
+    (idle,) = judged(make_subject(system={"worker": {"ports": held}}), "port")
+    assert (idle.verdict, "sport = :8888" in idle.advice) == ("fail", True)
 
 
 def test_a_port_that_a_container_holds_names_the_container_to_stop() -> None:

@@ -24,6 +24,7 @@ CORE = (
     "settings",
     "manifest",
     "state_file",
+    "placeholders",
     "recipe",
     "recipe_source",
     "lock",

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from sparkserve.errors import EXIT_USAGE, SparkserveError, flatten
-from sparkserve.recipe import Recipe, render
+from sparkserve.placeholders import render
+from sparkserve.recipe import Recipe
 from sparkserve.recipe_source import load_recipe, shipped_names
 from tests.unit.cases import CASES, read_rows, row_name
 

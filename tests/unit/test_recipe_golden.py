@@ -1,9 +1,10 @@
-"""The exact commands of both ranks of every shipped recipe; a change of a recipe shows here as a difference."""
+"""The exact commands of both ranks of every recipe, the lab's too; a change of a recipe shows here as a difference."""
 
 from __future__ import annotations
 
 import difflib
 import os
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ from sparkserve.docker_form import docker_run_argv
 from sparkserve.recipe import Recipe
 from sparkserve.recipe_source import load_recipe, shipped_names
 from sparkserve.settings import Settings
+from tests.lab.recipe import write_recipe
 
+SHIPPED = shipped_names()
+LAB = ("lab", "lab-vllm-cpu")
 GOLDEN = Path(__file__).parent.parent / "golden"
 UPDATE = "UPDATE_GOLDEN=1 python -m pytest tests/unit/test_recipe_golden.py"
 SEEN = Seen(
@@ -49,10 +53,18 @@ def commands(recipe: Recipe) -> dict[Path, str]:
     }
 
 
-@pytest.mark.parametrize("name", shipped_names())
-def test_the_commands_of_a_shipped_recipe_are_the_golden_ones(name: str) -> None:
+def find_recipe(name: str, directory: Path) -> Recipe:
+    if name in SHIPPED:
+        return load_recipe(name)
+    values = defaultdict(lambda: "0" * 40, MODEL="lab/tiny", BASE="registry.lab/base:1", LAB_DIR="/var/lib/lab")
+    write_recipe(directory / name, name, values)
+    return load_recipe(str(directory / name))
+
+
+@pytest.mark.parametrize("name", [*SHIPPED, *LAB])
+def test_the_commands_of_a_recipe_are_the_golden_ones(name: str, tmp_path: Path) -> None:
     differences: list[str] = []
-    for path, text in commands(load_recipe(name)).items():
+    for path, text in commands(find_recipe(name, tmp_path)).items():
         if os.environ.get("UPDATE_GOLDEN"):
             path.write_text(text, encoding="utf-8")
         old = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -62,4 +74,4 @@ def test_the_commands_of_a_shipped_recipe_are_the_golden_ones(name: str) -> None
 
 def test_no_golden_file_is_without_its_recipe() -> None:
     files = {path.name for path in GOLDEN.glob("*.txt")}
-    assert files == {f"{name}.rank{rank}.txt" for name in shipped_names() for rank in (0, 1)}
+    assert files == {f"{name}.rank{rank}.txt" for name in (*SHIPPED, *LAB) for rank in (0, 1)}

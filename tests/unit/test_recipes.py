@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from sparkserve import image
+from sparkserve import image_facts
 from sparkserve.engine_logs import LogLine, find_trouble, match_failure, match_phase
 from sparkserve.errors import SparkserveError
 from sparkserve.lock import Lock, LockedImage
-from sparkserve.recipe import PLACEHOLDER, PLACEHOLDERS, Recipe
+from sparkserve.manifest import Manifest
+from sparkserve.placeholders import PLACEHOLDER, PLACEHOLDERS
+from sparkserve.recipe import Recipe
 from sparkserve.recipe_source import load_recipe, shipped_names
 from tests.lab.model_repo import ENGRAM_NAME, MODEL_NAME, TEMPLATE_NAME
 from tests.lab.recipe import write_lab_recipe, write_recipe
@@ -34,7 +36,7 @@ def test_a_shipped_recipe_is_whole(name: str) -> None:
     assert recipe.why
     if recipe.image.dockerfile:
         assert "ARG BASE" in recipe.file(recipe.image.dockerfile).decode()
-        assert re.fullmatch(rf"sparkserve/{name}:[0-9a-f]{{12}}", image.tag_of(recipe, _lock(recipe)))
+        assert re.fullmatch(rf"sparkserve/{name}:[0-9a-f]{{12}}", image_facts.tag_of(recipe, _lock(recipe)))
     if recipe.chat_template and recipe.chat_template.prologue:
         assert recipe.file(recipe.chat_template.prologue)
     assert all(name in PLACEHOLDERS for text in recipe.templated_texts() for name in PLACEHOLDER.findall(text))
@@ -189,8 +191,8 @@ def test_the_lab_recipe_differs_where_it_must(tmp_path: Path) -> None:
     assert (lab.parameters.context, lab.verification.needle_tokens) == (65_536, 4_000)
     assert "/lab" in [mount.target for mount in lab.container.mounts]
     assert (lab.launch, lab.phases, lab.failures) == (default.launch, default.phases, default.failures)
-    assert set(image.build_files(lab)) == {"Dockerfile"}
-    assert b"stand-in" in image.build_files(lab)["Dockerfile"].content
+    assert set(image_facts.build_files(lab)) == {"Dockerfile"}
+    assert b"stand-in" in image_facts.build_files(lab)["Dockerfile"].content
     assert "@" not in (tmp_path / "lab/recipe.toml").read_text().replace("@ signs", "")
 
 
@@ -203,7 +205,7 @@ def test_the_lab_recipe_of_real_vllm_is_whole(tmp_path: Path) -> None:
     }
     write_recipe(tmp_path / "lab-vllm-cpu", "lab-vllm-cpu", {**marks, "ENGINE_COMMIT": "b" * 40})
     recipe = load_recipe(str(tmp_path / "lab-vllm-cpu"))
-    assert set(image.build_files(recipe)) == {"Dockerfile", "install.sh", "wheels.txt"}
+    assert set(image_facts.build_files(recipe)) == {"Dockerfile", "install.sh", "wheels.txt"}
     assert recipe.verification.untrained
     # What is proved with it must be what the other vLLM recipes use.
     smoke = load_recipe("smoke")
@@ -213,15 +215,28 @@ def test_the_lab_recipe_of_real_vllm_is_whole(tmp_path: Path) -> None:
     assert recipe.counters.moving == smoke.counters.moving
 
 
+def test_overrides_from_another_source_have_caches_of_their_own() -> None:
+    found = {}
+    for name in (DEFAULT, "tensorfold-1017-bf16-overrides"):
+        recipe = load_recipe(name)
+        weights = tuple(
+            Manifest(name=item.name, repository=item.repository, commit=item.revision.ljust(40, "0"), files=())
+            for item in recipe.weights
+        )
+        found[name] = Lock(schema=1, recipe=name, weights=weights, image=LockedImage()).weights_id
+        assert "${weights.id}" in recipe.container.mounts[0].source
+    assert len({*found.values()}) == 2
+
+
 def test_an_engine_directory_in_a_recipe_is_refused(tmp_path: Path) -> None:
     recipe = lab_recipe(tmp_path / "lab")
     (tmp_path / "lab/engine").mkdir()
     (tmp_path / "lab/engine/file").touch()
     with pytest.raises(SparkserveError, match="engine's own source"):
-        image.build_files(recipe)
+        image_facts.build_files(recipe)
 
 
 def test_long_flags_are_those_of_all_ranks_and_switches() -> None:
-    flags = image.long_flags(load_recipe(DEFAULT))
+    (flags,) = image_facts.long_flags(load_recipe(DEFAULT)).values()
     assert {"--tp", "--master-port", "--host", "--no-thinking", "--mtp-drafts", "--no-drafts"} <= set(flags)
     assert len(flags) == len(set(flags))

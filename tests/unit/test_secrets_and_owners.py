@@ -104,10 +104,10 @@ def test_a_mount_of_one_rank() -> None:
     recipe = recipe_with(container={"mounts": own})
     for rank in (0, 1):
         assert [mount.source for mount in build(rank, recipe).mounts if mount.owners] == [f"/srv/{rank}"]
-    findings = {item.what: item.problem for item in check_recipe(recipe, Settings())[0]}
+    findings = {item.what: item.problem for item in check_recipe(recipe)[0]}
     assert findings["mounts"] == ""
     doubled = recipe_with(container={"mounts": (OWNERS, *own)})
-    findings = {item.what: item.problem for item in check_recipe(doubled, Settings())[0]}
+    findings = {item.what: item.problem for item in check_recipe(doubled)[0]}
     assert findings["mounts"] == "mounted twice: /own"
 
 

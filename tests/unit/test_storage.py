@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkserve import image, records, storage
+from sparkserve import image_facts, records, storage
 from sparkserve.cluster import Deployment
 from sparkserve.container import image_id
 from sparkserve.errors import SparkserveError
@@ -43,7 +43,7 @@ def test_what_the_lock_of_another_recipe_needs_must_stay(tmp_path: Path) -> None
     node = deployment.cluster.head
     node.identity = {"home": "/home/spark", "uid": 1000}
     wanted = storage._wanted(deployments, node)
-    tag = image.tag_of(other, lock)
+    tag = image_facts.tag_of(other, lock)
     assert wanted.locks[1] == lock
     assert tag in wanted.images
     assert any(path.endswith(f"/{image_id(tag)}") for path in wanted.folders)

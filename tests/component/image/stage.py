@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sparkserve import image
+from sparkserve import image, image_facts
 from sparkserve.cluster import Cluster, Deployment
 from sparkserve.hosts import LocalHost
 from sparkserve.lock import Lock, LockedImage
@@ -85,7 +85,7 @@ def plan(deployment: Deployment) -> list[Change]:
 
 
 def tag(deployment: Deployment) -> str:
-    return image.tag_of(deployment.recipe, deployment.lock)
+    return image_facts.tag_of(deployment.recipe, deployment.lock)
 
 
 def build(deployment: Deployment, work: RecordingWork | None = None) -> str:

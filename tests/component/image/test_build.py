@@ -9,7 +9,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from sparkserve import image
+from sparkserve import image_facts
 from sparkserve.cluster import Deployment
 from sparkserve.errors import SparkserveError
 from sparkserve.image_build import log_path
@@ -43,10 +43,11 @@ def test_a_build_is_proved_and_then_named(deployment: Deployment, docker: FakeDo
     assert built["environment"]["DOCKER_BUILDKIT"] == "0"
     head = docker.read("head")
     assert set(head) == {tag(deployment)}
-    assert head[tag(deployment)]["labels"] == image.labels_of(deployment.recipe, deployment.lock)
+    assert head[tag(deployment)]["labels"] == image_facts.labels_of(deployment.recipe, deployment.lock)
     (run,) = docker.calls("run")
     assert run[run.index("--network") + 1] == "none"
     assert run[run.index("--entrypoint") + 1] == "/opt/engine/run"
+    assert run[run.index("--gpus") + 1] == "all", "as the launch, since an engine's help may load CUDA"
     assert run[-4:] == [f"{tag(deployment)}-candidate", "now", "serve", "--help"]
     assert "[internal] load build definition from Dockerfile" in work.notes
     assert "#1 DONE" in log_path(tag(deployment)).read_text()
@@ -161,6 +162,50 @@ def test_an_image_is_asked_for_the_flags_that_no_recipe_asked_it_for(
     assert [change.before for change in plan(sharing)] == [change.before], "another image may know other flags"
 
 
+def test_a_flag_of_the_owner_is_asked_for_too(deployment: Deployment, docker: FakeDocker) -> None:
+    build(deployment)
+    ship(deployment)
+    for extra, words in (("--no-such-flag", "does not know --no-such-flag"), ("--thinking.depth=2 --rank 1 -q", "")):
+        settings = deployment.settings.model_copy(update={"extra_args": tuple(extra.split())})
+        changes = plan(replace(deployment, settings=settings))
+        assert [change.step for change in changes] == (["build"] if words else [])
+        if words:
+            with pytest.raises(SparkserveError, match=words) as caught:
+                changes[0].action(RecordingWork())
+            assert "SPARKSERVE_EXTRA_ARGS" in caught.value.hint
+
+
+def changed(deployment: Deployment, **tables: dict[str, Any]) -> Deployment:
+    recipe = deployment.recipe
+    update = {name: getattr(recipe, name).model_copy(update=values) for name, values in tables.items()}
+    return replace(deployment, recipe=recipe.model_copy(update=update))
+
+
+def test_each_of_two_programs_is_asked_for_its_own_flags(deployment: Deployment, docker: FakeDocker) -> None:
+    worker = {"worker_entrypoint": ("/opt/engine/lend",), "worker_argv": ("--rank", "1")}
+    two = changed(deployment, launch=worker, container={"gpus": False})
+    assert build(two).endswith("starts and knows all 3 flags")
+    runs = docker.calls("run")
+    assert [run[run.index("--entrypoint") + 1] for run in runs] == ["/opt/engine/run", "/opt/engine/lend"]
+    assert not [run for run in runs if "--gpus" in run]
+    ship(two)
+    assert plan(two) == []
+    other = changed(two, launch={**worker, "worker_argv": ("--port", "1")})
+    with pytest.raises(SparkserveError, match="does not know --port"):
+        build(other)
+
+
+def test_an_image_of_its_base_and_the_recipes_files_alone(recipe: Recipe, docker: FakeDocker, tmp_path: Path) -> None:
+    bare = lock_of(recipe, repository="", commit="")
+    deployment = make_deployment(recipe, docker, tmp_path, bare)
+    assert set(image_facts.labels_of(recipe, bare)) == {"sparkserve.recipe", "sparkserve.context"}
+    assert plan(deployment)[0].after == "built on registry.lab/base:1"
+    build(deployment)
+    assert set(docker.read("built")["files"]) == {"Dockerfile", "patches/one.diff"}
+    ship(deployment)
+    assert plan(deployment) == []
+
+
 def test_a_build_that_is_asked_for_by_hand(deployment: Deployment, docker: FakeDocker) -> None:
     build(deployment)
     ship(deployment)
@@ -218,6 +263,15 @@ def test_a_finished_image_is_pulled_again_when_asked(finished: Deployment, docke
     with pytest.raises(SparkserveError, match="names a finished image") as caught:
         plan(replace(finished, build_options=("--no-cache",)))
     assert caught.value.code == "nothing_to_build"
+
+
+def test_an_id_that_is_not_there_is_not_pulled(recipe: Recipe, docker: FakeDocker, tmp_path: Path) -> None:
+    finished = recipe.model_copy(update={"image": recipe.image.model_copy(update={"dockerfile": ""})})
+    deployment = make_deployment(finished, docker, tmp_path, lock_of(finished, reference=DIGEST))
+    with pytest.raises(SparkserveError, match="no image with the id sha256:0000") as caught:
+        build(deployment)
+    assert "docker load" in caught.value.hint
+    assert docker.calls("pull") == []
 
 
 def test_a_pull_that_fails(finished: Deployment, docker: FakeDocker) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from sparkserve import image
+from sparkserve import image, image_facts
 from sparkserve.cluster import Deployment
 from sparkserve.errors import DOCKER_PROBLEMS, SparkserveError
+from sparkserve.image_facts import Facts, ImageFacts
 from sparkserve.recipe import Recipe
 from sparkserve.recipe_source import load_recipe
 from tests.component.image.stage import DIGEST, RECIPE, lock_of, tag
@@ -26,28 +27,28 @@ def test_the_name_is_what_the_image_is_made_of(recipe: Recipe) -> None:
         lambda: (directory / "patches/one.diff").chmod(0o755),
         lambda: (directory / "two.txt").write_text("a new file"),
     ]
-    seen = [image.tag_of(recipe, lock_of(recipe))]
+    seen = [image_facts.tag_of(recipe, lock_of(recipe))]
     for step in steps:
         step()
-        seen.append(image.tag_of(recipe, lock_of(recipe)))
-    seen.append(image.tag_of(recipe, lock_of(recipe, commit="2" * 40)))
-    seen.append(image.tag_of(recipe, lock_of(recipe, base="registry.lab/base@sha256:" + "1" * 64)))
+        seen.append(image_facts.tag_of(recipe, lock_of(recipe)))
+    seen.append(image_facts.tag_of(recipe, lock_of(recipe, commit="2" * 40)))
+    seen.append(image_facts.tag_of(recipe, lock_of(recipe, base="registry.lab/base@sha256:" + "1" * 64)))
     changed = recipe.model_copy(update={"image": recipe.image.model_copy(update={"build_arguments": {"A": "1"}})})
-    seen.append(image.tag_of(changed, lock_of(recipe)))
+    seen.append(image_facts.tag_of(changed, lock_of(recipe)))
     assert len(set(seen)) == len(seen)
     assert all(name.startswith("sparkserve/little:") for name in seen)
 
 
 def test_nothing_else_changes_the_name(recipe: Recipe) -> None:
     directory = recipe.directories[0]
-    before = image.tag_of(recipe, lock_of(recipe))
+    before = image_facts.tag_of(recipe, lock_of(recipe))
     (directory / "README.md").write_text("text")
     (directory / ".editor").write_text("hidden")
     (directory / "recipe.toml").write_text(RECIPE.replace("little engine", "tiny engine"))
     (directory / "link").symlink_to("/etc/passwd")
     moved = lock_of(recipe, repository="elsewhere", base=f"mirror.lab/base@{DIGEST}")
-    assert image.tag_of(recipe, moved) == before
-    assert set(image.build_files(recipe)) == {"Dockerfile", "patches/one.diff"}
+    assert image_facts.tag_of(recipe, moved) == before
+    assert set(image_facts.build_files(recipe)) == {"Dockerfile", "patches/one.diff"}
 
 
 def test_a_recipe_that_extends_another_replaces_single_build_files(recipe: Recipe, tmp_path: Path) -> None:
@@ -55,32 +56,33 @@ def test_a_recipe_that_extends_another_replaces_single_build_files(recipe: Recip
     (child / "patches").mkdir(parents=True)
     (child / "recipe.toml").write_text('extends = "little"\nname = "child"\n')
     (child / "patches/one.diff").write_text("the child's patch")
-    files = image.build_files(load_recipe(str(child)))
+    files = image_facts.build_files(load_recipe(str(child)))
     assert files["patches/one.diff"].content == b"the child's patch"
-    assert files["Dockerfile"] == image.build_files(recipe)["Dockerfile"]
+    assert files["Dockerfile"] == image_facts.build_files(recipe)["Dockerfile"]
 
 
 def test_a_finished_image_is_named_by_its_digest(recipe: Recipe) -> None:
     finished = recipe.model_copy(update={"image": recipe.image.model_copy(update={"dockerfile": ""})})
-    names = {image.tag_of(finished, lock_of(finished, reference=f"a/b@sha256:{digit * 64}")) for digit in "12"}
+    names = {image_facts.tag_of(finished, lock_of(finished, reference=f"a/b@sha256:{digit * 64}")) for digit in "12"}
     assert len(names) == 2
-    assert image.labels_of(finished, lock_of(finished)) == {}
+    assert image_facts.labels_of(finished, lock_of(finished)) == {}
 
 
 # -- the plan --------------------------------------------------------------------------------------------------------
 
 
-def facts_of(labels: dict[str, str], layers: tuple[str, ...] = ("1",), architecture: str = "amd64") -> image.Facts:
-    found = image.ImageFacts(layers, labels, architecture, 1000)
-    return image.Facts(found, 10**12, "/docker", (1, 41), known_flags=FLAGS)
+def facts_of(labels: dict[str, str], layers: tuple[str, ...] = ("1",), architecture: str = "amd64") -> Facts:
+    found = ImageFacts(layers, labels, architecture, 1000)
+    return Facts(found, 10**12, "/docker", (1, 41), known_flags={PROGRAM: FLAGS})
 
 
+PROGRAM = ("/opt/engine/run", "now")
 FLAGS = frozenset({"--rank", "--thinking", "--no-thinking"})
-ABSENT = image.Facts(None, 10**12, "/docker", (1, 41))
+ABSENT = Facts(None, 10**12, "/docker", (1, 41))
 
 
 def test_what_is_planned_for_what_is_found(deployment: Deployment) -> None:
-    labels = image.labels_of(deployment.recipe, deployment.lock)
+    labels = image_facts.labels_of(deployment.recipe, deployment.lock)
     good, other = facts_of(labels), facts_of(labels, ("2",))
     wrong = facts_of({**labels, "sparkserve.context": "another"})
     cases = [
@@ -92,8 +94,9 @@ def test_what_is_planned_for_what_is_found(deployment: Deployment) -> None:
         (wrong, good, ["build", "ship"]),
         (facts_of(labels, architecture="arm64"), good, ["build", "ship"]),
         (facts_of({**labels, "sparkserve.engine.repository": "moved"}), good, []),
-        (replace(good, known_flags=FLAGS - {"--thinking"}), good, ["build"]),
-        (replace(good, known_flags=FLAGS | {"--of-another-recipe"}), good, []),
+        (replace(good, known_flags={("another",): FLAGS}), good, ["build"]),
+        (replace(good, known_flags={PROGRAM: FLAGS - {"--thinking"}}), good, ["build"]),
+        (replace(good, known_flags={PROGRAM: FLAGS | {"--of-another-recipe"}}), good, []),
     ]
     for head, worker, steps in cases:
         changes = image.plan(deployment, {"head": head, "worker": worker})
@@ -104,9 +107,9 @@ def test_what_is_planned_for_what_is_found(deployment: Deployment) -> None:
 
 
 def test_only_what_the_worker_lacks_is_counted(deployment: Deployment) -> None:
-    labels = image.labels_of(deployment.recipe, deployment.lock)
-    found = image.ImageFacts(("a", "b", "c"), labels, "amd64", 1000, steps=(600, 0, 300, 100))
-    head = image.Facts(found, 10**12, "/docker", (1, 41), chains=(found.layers,), known_flags=FLAGS)
+    labels = image_facts.labels_of(deployment.recipe, deployment.lock)
+    found = ImageFacts(("a", "b", "c"), labels, "amd64", 1000, steps=(600, 0, 300, 100))
+    head = Facts(found, 10**12, "/docker", (1, 41), chains=(found.layers,), known_flags={PROGRAM: FLAGS})
     cases: list[tuple[tuple[tuple[str, ...], ...], str, int]] = [
         ((), "absent", 1000),
         ((("b",), ("x", "b", "c")), "absent", 1000),
