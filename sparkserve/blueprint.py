@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,11 @@ class Place(Data):
     interface: str = ""
     hcas: tuple[str, ...] = ()
     gid_index: int | None = None
+
+    @property
+    def link(self) -> LinkPlace:
+        """Its end of the cable."""
+        return LinkPlace(self.address, self.interface, self.hcas, self.gid_index)
 
 
 class Seen(Data):
@@ -72,7 +77,8 @@ def draw(settings: Settings, recipe: Recipe, lock: Lock | None, seen: Seen | Non
     nodes = [_known_node(settings, role, places[role]) for role in ROLES]
     deployment = Deployment(settings, recipe, lock or open_lock(recipe), Cluster(nodes[0], nodes[1]))
     age = None if seen is None else max(0.0, time.time() - seen.seconds)
-    return Blueprint(build_specs(deployment, places), basis, age, lock is not None)
+    links = {role: place.link for role, place in places.items()}
+    return Blueprint(build_specs(deployment, links), basis, age, lock is not None)
 
 
 def _place(settings: Settings, role: Role, seen: Seen | None) -> Place:
@@ -101,14 +107,8 @@ def see(cluster: Cluster, links: Links) -> Seen:
 
 def see_node(node: Node, link: LinkPlace) -> Place:
     """Gather what a later plan needs of one node."""
-    return Place(
-        home=node.identity["home"],
-        adopted=node.adopted,
-        address=link.address,
-        interface=link.interface,
-        hcas=link.hcas,
-        gid_index=link.gid_index,
-    )
+    end = {one.name: getattr(link, one.name) for one in fields(LinkPlace)}
+    return Place(home=node.identity["home"], adopted=node.adopted, **end)
 
 
 def save_facts(path: Path, seen: Seen) -> None:
@@ -122,15 +122,11 @@ def save_facts(path: Path, seen: Seen) -> None:
 
 def refuse_other_file(path: Path) -> None:
     """Keep facts from being written over what is no file of facts."""
-    hint = "nothing was written; name a new file"
-    if not path.is_file():
-        if path.exists():
-            raise usage_error("facts_broken", f"{path} is no file", hint)
-        return
     try:
-        load_facts(path)
+        if path.exists():
+            load_facts(path)
     except SparkserveError as error:
-        error.hint = hint
+        error.hint = "nothing was written; name a new file"
         raise
 
 

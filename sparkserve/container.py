@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import SecretStr
 
@@ -42,24 +42,14 @@ FIXED_OPTIONS: Mapping[str, Any] = {
 }
 
 
-class LinkPlace(Protocol):
+@dataclass(frozen=True)
+class LinkPlace:
     """What a rank must know of its node's end of the cable; empty or None while it is not known."""
 
-    @property
-    def address(self) -> str:
-        """IPv4 address on the cable."""
-
-    @property
-    def interface(self) -> str:
-        """Interface that owns the address."""
-
-    @property
-    def hcas(self) -> tuple[str, ...]:
-        """RDMA devices of the cabled port."""
-
-    @property
-    def gid_index(self) -> int | None:
-        """RoCE v2 GID index of the address."""
+    address: str = ""
+    interface: str = ""
+    hcas: tuple[str, ...] = ()
+    gid_index: int | None = None
 
 
 def is_ours(labels: Mapping[str, str] | None) -> bool:

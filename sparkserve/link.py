@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any
 
 from sparkserve.cluster import ROLES, Node, Role
+from sparkserve.container import LinkPlace
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
 from sparkserve.link_rdma import RDMA_GLOBS, RdmaDevice, find_gid_index, parse_rdma
 
@@ -48,21 +49,17 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class LinkFacts:
+class LinkFacts(LinkPlace):
     """What one node knows of the cable; `interface` is empty where nothing owns the link address.
 
     `default_routes` are the interfaces of its default routes; `ssh` is the client's and this node's own address of the
     connection that asked, both empty where there is none.
     """
 
-    address: str
-    interface: str
-    twin: str
-    hcas: tuple[str, ...]
-    gid_index: int | None
-    mtu: int
-    speed_mbps: int | None
-    interfaces: tuple[Interface, ...]
+    twin: str = ""
+    mtu: int = 0
+    speed_mbps: int | None = None
+    interfaces: tuple[Interface, ...] = ()
     devices: tuple[RdmaDevice, ...] = ()
     default_routes: tuple[str, ...] = ()
     ssh: tuple[str, str] = ("", "")
@@ -81,7 +78,7 @@ class LinkFacts:
         return max(rates, default=self.speed_mbps)
 
 
-UNSEEN = LinkFacts("", "", "", (), None, 0, None, ())
+UNSEEN = LinkFacts()
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ def parse(raw: Mapping[str, Any], address: str) -> LinkFacts:
     found = {name: raw["globs"][pattern] for name, pattern in _GLOBS.items()}
     interfaces = parse_interfaces(raw["commands"]["ip"], found)
     routes, ssh = _default_routes(raw["commands"]["routes"]), _ssh_addresses(raw["commands"]["ssh"])
-    bare = LinkFacts("", "", "", (), None, 0, None, interfaces, parse_rdma(found), routes, ssh)
+    bare = LinkFacts(interfaces=interfaces, devices=parse_rdma(found), default_routes=routes, ssh=ssh)
     return locate(bare, address)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from sparkserve.cluster import Cluster, Deployment, Role
+from sparkserve.container import LinkPlace
 from sparkserve.lock import Lock, LockedImage, LockedTemplate
 from sparkserve.manifest import Manifest, ManifestFile
 from sparkserve.recipe import Recipe
@@ -18,19 +18,9 @@ TEMPLATE = "/home/spark/sparkserve/cache/templates/0011223344556677.jinja"
 FILES = {"/model/chat_template.jinja": TEMPLATE}
 
 
-@dataclass(frozen=True)
-class Link:
-    """One node's end of the cable."""
-
-    address: str
-    interface: str
-    hcas: tuple[str, ...]
-    gid_index: int | None
-
-
-LINKS: dict[Role, Link] = {
-    "head": Link("10.100.8.1", "enp1s0f1np1", ("rocep1s0f1", "roceP2p1s0f1"), 3),
-    "worker": Link("10.100.8.2", "enp1s0f0np0", ("rocep1s0f0", "roceP2p1s0f0"), 5),
+LINKS: dict[Role, LinkPlace] = {
+    "head": LinkPlace("10.100.8.1", "enp1s0f1np1", ("rocep1s0f1", "roceP2p1s0f1"), 3),
+    "worker": LinkPlace("10.100.8.2", "enp1s0f0np0", ("rocep1s0f0", "roceP2p1s0f0"), 5),
 }
 
 

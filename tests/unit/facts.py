@@ -63,7 +63,7 @@ def make_link(role: Role = "head", **changes: Any) -> LinkFacts:
     cable = Interface("enp1s0f1np1", (address,), 9000, up=True, speed_mbps=200_000, networks=("10.100.8.0/24",))
     twin = replace(cable, name="enP2p1s0f1np1", addresses=("10.100.9.1",), networks=("10.100.9.0/24",))
     hcas = ("rocep1s0f1", "roceP2p1s0f1")
-    facts = LinkFacts(address, cable.name, twin.name, hcas, 3, 9000, 200_000, (cable, twin))
+    facts = LinkFacts(address, cable.name, hcas, 3, twin.name, 9000, 200_000, (cable, twin))
     return replace(facts, **changes)
 
 

@@ -11,7 +11,7 @@ from sparkserve.around import AroundFacts, GpuFacts
 from sparkserve.link import Interface, LinkFacts
 
 OWN = Interface("enp1s0f1np1", ("10.0.0.1",), 9000, up=True, speed_mbps=200_000)
-LINK = LinkFacts("10.0.0.1", "enp1s0f1np1", "enP2p1s0f1np1", ("rocep1s0f1",), 3, 9000, 200_000, (OWN,))
+LINK = LinkFacts("10.0.0.1", "enp1s0f1np1", ("rocep1s0f1",), 3, "enP2p1s0f1np1", 9000, 200_000, (OWN,))
 
 
 def answer(text: str, code: int = 0) -> dict[str, Any]:

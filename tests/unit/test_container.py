@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from sparkserve.container import ContainerSpec, build_spec, check_resolved
+from sparkserve.container import ContainerSpec, LinkPlace, build_spec, check_resolved
 from sparkserve.docker_form import create_arguments, docker_run_argv
 from sparkserve.errors import EXIT_NOT_READY, EXIT_USAGE, SparkserveError, flatten
 from sparkserve.recipe import Recipe
 from sparkserve.recipe_source import load_recipe
-from tests.unit.deployments import FILES, IMAGE, LINKS, TEMPLATE, Link, make_deployment
+from tests.unit.deployments import FILES, IMAGE, LINKS, TEMPLATE, make_deployment
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "container"
 
@@ -156,14 +156,14 @@ def test_api_key_is_a_file_of_rank_0_and_in_no_text() -> None:
 
 
 def test_both_ranks_get_as_many_devices_where_one_half_of_a_cable_is_not_usable() -> None:
-    half = Link("10.100.8.2", "enp1s0f0np0", ("rocep1s0f0",), 5)
+    half = LinkPlace("10.100.8.2", "enp1s0f0np0", ("rocep1s0f0",), 5)
     for rank, device in ((0, "rocep1s0f1"), (1, "rocep1s0f0")):
         spec = build_spec(make_deployment(), rank, {"head": LINKS["head"], "worker": half}, FILES, IMAGE)
         assert spec.env["TF_RDMA_DEVICES"] == device
 
 
 def test_unknown_facts_are_named_places_and_cannot_be_started() -> None:
-    unknown = Link("", "", (), None)
+    unknown = LinkPlace()
     spec = build_spec(make_deployment(), 1, {"head": LINKS["head"], "worker": unknown}, FILES, IMAGE)
     assert spec.env["NCCL_SOCKET_IFNAME"] == "<worker.link.interface>"
     assert spec.env["NCCL_IB_HCA"] == "=<worker.link.hcas>"

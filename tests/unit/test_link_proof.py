@@ -12,7 +12,7 @@ from sparkserve.link_proof import End, judge_frames, judge_meeting, judge_tcp, p
 from sparkserve.link_rdma import RdmaDevice
 
 DEVICE = RdmaDevice("rocep1s0f1", "enp1s0f1np1", active=True, gids=(), rate_mbps=200_000)
-LINK = LinkFacts("10.0.0.1", "enp1s0f1np1", "", ("rocep1s0f1",), 3, 9000, 100_000, (), (DEVICE,))
+LINK = LinkFacts("10.0.0.1", "enp1s0f1np1", ("rocep1s0f1",), 3, "", 9000, 100_000, (), (DEVICE,))
 
 
 class Program:

@@ -23,7 +23,7 @@ from sparkserve.link import (
 from sparkserve.link_rdma import RDMA_GLOBS, RdmaDevice
 from tests.unit.cases import CASES, read_case
 
-EMPTY = LinkFacts("", "", "", (), None, 0, None, ())
+EMPTY = LinkFacts()
 
 
 def port(name: str, address: str, **changes: object) -> Interface:

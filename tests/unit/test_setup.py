@@ -71,7 +71,7 @@ def make_link(*ports: tuple[str, str, bool]) -> LinkFacts:
     devices = tuple(
         RdmaDevice(name=f"rdma-{name}", interface=name, active=True, gids=()) for name, _, rdma in ports if rdma
     )
-    return LinkFacts("", "", "", (), None, 0, None, interfaces, devices)
+    return LinkFacts(interfaces=interfaces, devices=devices)
 
 
 def make_seen(home: int, *disks: DiskFacts, link: LinkFacts | None = None) -> setup.Seen:
