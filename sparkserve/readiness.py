@@ -44,8 +44,7 @@ def wait_for_worker(deployment: Deployment, seconds: int, work: Work) -> None:
             return
         rank = gather(worker).of_rank(1)
         if rank is None or not rank.is_alive:
-            observed = rank.describe() if rank else "its container is gone"
-            message = f"rank 1 ended before it opened port {port}: {observed}"
+            message = f"rank 1 ended before it opened port {port}: {rank.describe() if rank else 'it is gone'}"
             raise SparkserveError("rank_ended", message, "`sparkserve logs --run last` shows its log", "worker")
         if time.monotonic() - begun > seconds:
             message = f"rank 1 did not open port {port} within {seconds} s"

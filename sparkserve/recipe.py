@@ -30,8 +30,7 @@ def _check_regex(pattern: str) -> str:
 Regex = Annotated[str, Field(min_length=1), AfterValidator(_check_regex)]
 Word = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
-# A Spark has 128 GB; more cannot be asked of it.
-Gib = Annotated[float, Field(ge=0, le=128)]
+Gib = Annotated[float, Field(ge=0, le=128)]  # a Spark has no more
 Bytes = Annotated[int, Field(ge=0)]
 Seconds = Annotated[int, Field(ge=1)]
 
@@ -65,6 +64,9 @@ class Ports(Data):
     def named(self) -> dict[str, int]:
         """Every port by its name."""
         return {"api": self.api, "master": self.master, **self.more}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {port}" for name, port in self.named.items())
 
 
 class Weights(Data):

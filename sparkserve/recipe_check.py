@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from typing import TypeVar
 
 from sparkserve import image_facts
 from sparkserve.blueprint import Blueprint, draw
@@ -17,6 +17,7 @@ from sparkserve.recipe import Recipe
 from sparkserve.settings import Settings
 
 _GIB = 1024**3
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -36,37 +37,33 @@ def draw_open(recipe: Recipe) -> Blueprint:
 
 def check_recipe(recipe: Recipe) -> tuple[list[Finding], Blueprint | None]:
     """Check a recipe that parses; gives both ranks' containers where they can be rendered."""
-    ports = partial(decide_ports, Settings(), recipe)
+    ports, _ = _try("ports", lambda: decide_ports(Settings(), recipe), str)
+    files, _ = _try("files", lambda: _files(recipe), lambda found: f"{len(found)} files of the recipe are there")
+    rendered, drawn = _try("commands of both ranks", lambda: draw_open(recipe), lambda _: "they render")
     findings = [
         Finding("schema", "every key is known and every value fits"),
-        _try("ports", lambda: ", ".join(f"{name} {port}" for name, port in ports().named.items())),
-        _try("files", lambda: f"{len(_files(recipe))} files of the recipe are there"),
+        ports,
+        files,
         *_check_dockerfile(recipe),
         *_check_mounts(recipe),
         _check_memory(recipe),
         _check_parameters(recipe),
+        rendered,
     ]
-    try:
-        drawn = draw_open(recipe)
-    except SparkserveError as error:
-        return [*findings, _failed("commands of both ranks", error)], None
-    for spec in drawn.specs.values():
+    for spec in drawn.specs.values() if drawn else ():
         findings += _check_flags(spec)
     if not recipe.image.flags_help:
         findings.append(Finding("flags", "not asked of the engine before the start: `image.flags_help` is empty"))
     return findings, drawn
 
 
-def _try(what: str, look: Callable[[], str]) -> Finding:
+def _try(what: str, look: Callable[[], Found], show: Callable[[Found], str]) -> tuple[Finding, Found | None]:
     try:
-        return Finding(what, look())
+        found = look()
     except SparkserveError as error:
-        return _failed(what, error)
-
-
-def _failed(what: str, error: SparkserveError) -> Finding:
-    singles = flatten(error)
-    return Finding(what, "", "; ".join(single.message for single in singles), singles[0].hint)
+        singles = flatten(error)
+        return Finding(what, "", "; ".join(single.message for single in singles), singles[0].hint), None
+    return Finding(what, show(found)), found
 
 
 def _files(recipe: Recipe) -> list[str]:

@@ -30,7 +30,7 @@ def recipe_view(recipe: Recipe, drawn: Blueprint) -> list[Table | str]:
     lines = [f"{recipe.name}: {recipe.title}", f"{proven}: {recipe.why}"]
     lines += [f"follows: {recipe.system}"] if recipe.system else []
     lines += [f"warning: {text}" for text in recipe.warnings]
-    memory, ports, image = recipe.memory, recipe.ports, recipe.image
+    memory, image = recipe.memory, recipe.image
     source = f" from {image.engine_repository} at {image.engine_revision}" if image.engine_repository else ""
     built = f"built on {image.base}{source}"
     pulled = image.reference or f"set SPARKSERVE_IMAGE; {image.reference_help}"
@@ -41,7 +41,7 @@ def recipe_view(recipe: Recipe, drawn: Blueprint) -> list[Table | str]:
         f"memory of a node: {memory.required_gib:g} GiB available; weights {memory.weights_gib:g}{cache},"
         f" floor {memory.floor_gib:g}",
         f"disk of a node: {show_size(recipe.disk_bytes)}",
-        f"ports: {', '.join(f'{name} {port}' for name, port in ports.named.items())}",
+        f"ports: {recipe.ports}",
     ]
     rows = ((one.name, one.repository, one.revision, one.mount or "-") for one in recipe.weights)
     sources = make_table("weights", "repository", "at", "in the container", rows=rows)

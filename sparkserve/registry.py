@@ -134,8 +134,7 @@ def _refused(reference: Reference, wanted: str, status: int) -> SparkserveError:
     if status == 404:
         hint = "look at the name and tag of the image in the recipe"
         return SparkserveError("registry_missing", f"{reference.registry} has no {image}", hint)
+    hint = "wait some minutes, then run the same command again"
     if status == 429:
-        message = f"{reference.registry} limits our requests (429) for {image}"
-        return SparkserveError("registry_limit", message, "wait some minutes, then run the same command again")
-    hint = "wait a minute, then run the same command again"
+        return SparkserveError("registry_limit", f"{reference.registry} limits our requests (429) for {image}", hint)
     return SparkserveError("registry_failed", f"{reference.registry} answers {status} for {image}", hint)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import jinja2
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_WORDS = {True: "on", False: "off"}
 Fields = Mapping[str, Any]
 _QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "What is 17 * 19?"}]
 _TOOL = {
@@ -57,7 +58,7 @@ def _prove_thinking(
 ) -> str:
     """Prove that thinking on and off differ, and that the default is the wanted one."""
     rendered = {
-        wanted: _render(template, f"thinking {_word(wanted)}", _QUESTION, _variables(fields[wanted]))
+        wanted: _render(template, f"thinking {_WORDS[wanted]}", _QUESTION, _variables(fields[wanted]))
         for wanted in (True, False)
     }
     if rendered[True] == rendered[False]:
@@ -65,8 +66,8 @@ def _prove_thinking(
     if default is None:
         return "thinking on and off differ"
     if plain != rendered[default]:
-        raise _wrong(f"a request that says nothing of thinking is not rendered as thinking {_word(default)}")
-    return f"thinking is {_word(default)} unless asked for"
+        raise _wrong(f"a request that says nothing of thinking is not rendered as thinking {_WORDS[default]}")
+    return f"thinking is {_WORDS[default]} unless asked for"
 
 
 def _takes(template: jinja2.Template, effort: str) -> bool:
@@ -126,7 +127,3 @@ def _refuse(message: str) -> None:
 def _wrong(observed: str) -> SparkserveError:
     message = f"the patched chat template cannot be used: {observed}"
     return SparkserveError("template_broken", message, "look at `chat_template` and `prologue` of the recipe")
-
-
-def _word(thinking: bool) -> str:  # noqa: FBT001 - the one word for it
-    return "on" if thinking else "off"
