@@ -15,6 +15,7 @@ from sparkserve.image_ship import count_shared, ship
 from sparkserve.plan import Change, key_of
 
 BUILD_STEP = "build"
+FLAGS_STEP = "flags"  # quick, and part of whatever builds or starts
 SHIP_STEP = "ship"
 _LANE = "image"
 
@@ -79,11 +80,11 @@ def _flags_change(deployment: Deployment, unknown: Sequence[str]) -> Change:
     """Plan to ask an image that is there for flags which no recipe asked it for: it may be that of another recipe."""
     tag = tag_of(deployment.recipe, deployment.lock)
     before = f"there; not asked whether its engine knows {', '.join(unknown)}"
-    return Change("head", BUILD_STEP, tag, before, "asked", partial(prove, deployment, tag), lane=_LANE)
+    return Change("head", FLAGS_STEP, tag, before, "asked", partial(prove, deployment, tag), lane=_LANE)
 
 
 def _ship_change(deployment: Deployment, before: str, size: int) -> Change:
     tag = tag_of(deployment.recipe, deployment.lock)
     action = partial(ship, deployment.cluster, tag)
-    needs = (key_of("head", BUILD_STEP, tag),)
+    needs = (key_of("head", BUILD_STEP, tag), key_of("head", FLAGS_STEP, tag))
     return Change("worker", SHIP_STEP, tag, before, "the head's layers", action, needs, _LANE, size)

@@ -18,6 +18,7 @@ from sparkserve import (
     check_catalog,
     checks,
     engine,
+    image,
     link,
     lock,
     planning,
@@ -269,7 +270,8 @@ def plan_steps(
         if not dry_run:
             blueprint.save_facts(session.facts_file, blueprint.see(deployment.cluster, start.links))
         every += start.changes
-    chosen, pending = select(every, steps)
+    asked = (image.FLAGS_STEP,) if {"build", "start"} & {*steps} else ()
+    chosen, pending = select(every, (*steps, *asked))
     if pending:
         raise _not_prepared(pending)
     return chosen, start

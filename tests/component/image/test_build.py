@@ -148,7 +148,7 @@ def test_an_image_is_asked_for_the_flags_that_no_recipe_asked_it_for(
     sharing = replace(deployment, recipe=deployment.recipe.model_copy(update={"launch": changed}))
     assert tag(sharing) == tag(deployment)
     (change,) = plan(sharing)
-    assert (change.step, change.before) == ("build", "there; not asked whether its engine knows --mtp-drafts")
+    assert (change.step, change.before) == ("flags", "there; not asked whether its engine knows --mtp-drafts")
     docker.behave(help="usage: engine serve [--rank N] [--thinking] [--no-thinking]")
     with pytest.raises(SparkserveError, match="does not know --mtp-drafts"):
         change.action(RecordingWork())
@@ -168,7 +168,7 @@ def test_a_flag_of_the_owner_is_asked_for_too(deployment: Deployment, docker: Fa
     for extra, words in (("--no-such-flag", "does not know --no-such-flag"), ("--thinking.depth=2 --rank 1 -q", "")):
         settings = deployment.settings.model_copy(update={"extra_args": tuple(extra.split())})
         changes = plan(replace(deployment, settings=settings))
-        assert [change.step for change in changes] == (["build"] if words else [])
+        assert [change.step for change in changes] == (["flags"] if words else [])
         if words:
             with pytest.raises(SparkserveError, match=words) as caught:
                 changes[0].action(RecordingWork())
@@ -192,7 +192,7 @@ def test_each_of_two_programs_is_asked_for_its_own_flags(deployment: Deployment,
     assert plan(two) == []
     other = changed(two, launch={**worker, "worker_argv": ("--port", "1")})
     with pytest.raises(SparkserveError, match="does not know --port"):
-        build(other)
+        plan(other)[0].action(RecordingWork())
 
 
 def test_an_image_of_its_base_and_the_recipes_files_alone(recipe: Recipe, docker: FakeDocker, tmp_path: Path) -> None:

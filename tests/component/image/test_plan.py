@@ -94,8 +94,8 @@ def test_what_is_planned_for_what_is_found(deployment: Deployment) -> None:
         (wrong, good, ["build", "ship"]),
         (facts_of(labels, architecture="arm64"), good, ["build", "ship"]),
         (facts_of({**labels, "sparkserve.engine.repository": "moved"}), good, []),
-        (replace(good, known_flags={("another",): FLAGS}), good, ["build"]),
-        (replace(good, known_flags={PROGRAM: FLAGS - {"--thinking"}}), good, ["build"]),
+        (replace(good, known_flags={("another",): FLAGS}), good, ["flags"]),
+        (replace(good, known_flags={PROGRAM: FLAGS - {"--thinking"}}), good, ["flags"]),
         (replace(good, known_flags={PROGRAM: FLAGS | {"--of-another-recipe"}}), good, []),
     ]
     for head, worker, steps in cases:
@@ -103,7 +103,7 @@ def test_what_is_planned_for_what_is_found(deployment: Deployment) -> None:
         assert [change.step for change in changes] == steps, (head, worker)
         assert {change.lane for change in changes} <= {"image"}
         if "ship" in steps:
-            assert changes[-1].needs == (f"head/build/{tag(deployment)}",)
+            assert changes[-1].needs == (f"head/build/{tag(deployment)}", f"head/flags/{tag(deployment)}")
 
 
 def test_only_what_the_worker_lacks_is_counted(deployment: Deployment) -> None:
