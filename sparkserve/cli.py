@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from typer.exceptions import TyperException
 
 from sparkserve import __version__, cli_doctor, cli_link, cli_operate, cli_recipes, cli_setup, signals
-from sparkserve.command_line import Check, Common, DryRun, Recipe, SkipCheck, app, command, interrupted, session
+from sparkserve.command_line import Common, DryRun, Recipe, SkipCheck, Writing, app, command, interrupted, session
 from sparkserve.errors import EXIT_CHANGES, EXIT_FAILED, EXIT_USAGE, SparkserveError, exit_code_of
 from sparkserve.output import Mode, Output, end_streams, open_streams
 
@@ -46,12 +47,9 @@ def config(common: Common) -> None:
 
 @command("sparkserve lock; sparkserve lock --update; sparkserve lock --check")
 def lock(
-    common: Common,
+    common: Writing,
     *,
     update: Annotated[bool, typer.Option("--update", help="Resolve the sources anew, and tell what changed.")] = False,
-    dry_run: DryRun = False,
-    check: Check = False,
-    recipe: Recipe = None,
 ) -> None:
     """Resolve all sources to commits and hashes.
 
@@ -60,51 +58,36 @@ def lock(
     """
     from sparkserve import lifecycle, tables, weights_tables
 
-    output = common.output
-    run = session(common, "lock", output, recipe=recipe)
-    found = lifecycle.lock_sources(run, update=update or check, dry_run=dry_run or check)
+    output, check = common.output, common.check
+    run = session(common, "lock", output, recipe=common.recipe)
+    found = lifecycle.lock_sources(run, update=update or check, dry_run=common.is_preview)
     views = [weights_tables.differences_table(found.differences)] if update or check else []
     code = EXIT_CHANGES if check and found.differences else 0
     output.result("lock", found, tables.lock_table(found), *views, exit_code=code)
     raise typer.Exit(code)
 
 
-def _run_steps(
-    common: Common,
-    steps: tuple[str, ...],
-    *,
-    preview: str = "",
-    adopt: list[str] | None = None,
-    **flags: object,
-) -> None:
+def _run_steps(common: Writing, steps: tuple[str, ...], adopt: Sequence[str] = (), **flags: object) -> None:
     """Run the steps of a command, which has the name of its first one, or of a start that takes more."""
     from sparkserve import lifecycle, tables
 
     output, name = common.output, "start" if "start" in steps else steps[0]
-    run = session(common, name, output, **flags)
-    outcome = lifecycle.run_steps(run, steps, dry_run=bool(preview), adopt=adopt or ())
-    code = EXIT_CHANGES if preview == "check" and not outcome.plan.is_empty else 0
-    output.result(
-        name, tables.outcome_data(outcome), tables.outcome_view(outcome, preview=bool(preview)), exit_code=code
-    )
+    run = session(common, name, output, recipe=common.recipe, **flags)
+    outcome = lifecycle.run_steps(run, steps, dry_run=common.is_preview, adopt=adopt)
+    code = EXIT_CHANGES if common.check and not outcome.plan.is_empty else 0
+    view = tables.outcome_view(outcome, preview=common.is_preview)
+    output.result(name, tables.outcome_data(outcome), view, exit_code=code)
     raise typer.Exit(code)
-
-
-def _preview(*, dry_run: bool, check: bool) -> str:
-    return "check" if check else "dry-run" if dry_run else ""
 
 
 @command("sparkserve download --dry-run; sparkserve download --adopt ~/.cache/huggingface/hub")
 def download(
-    common: Common,
+    common: Writing,
     *,
     adopt: Annotated[
         list[str] | None,
         typer.Option("--adopt", metavar="DIR", help="Use files of DIR, head:DIR or worker:DIR in place."),
     ] = None,
-    dry_run: DryRun = False,
-    check: Check = False,
-    recipe: Recipe = None,
 ) -> None:
     """Fetch the weights to both nodes, proved by hash.
 
@@ -112,39 +95,30 @@ def download(
     --adopt (again for more) takes a folder or a Hugging Face cache of yours: what is right there is used where it lies,
     and never written to, moved or removed.
     """
-    _run_steps(
-        common,
-        ("download", "sync", "derive"),
-        preview=_preview(dry_run=dry_run, check=check),
-        recipe=recipe,
-        adopt=adopt,
-    )
+    _run_steps(common, ("download", "sync", "derive"), adopt or ())
 
 
 @command("sparkserve sync; sparkserve sync --check")
-def sync(common: Common, *, dry_run: DryRun = False, check: Check = False, recipe: Recipe = None) -> None:
+def sync(common: Writing) -> None:
     """Copy weights to the worker and prove them there."""
-    _run_steps(common, ("sync",), preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
+    _run_steps(common, ("sync",))
 
 
 @command("sparkserve template")
-def template(common: Common, *, dry_run: DryRun = False, check: Check = False, recipe: Recipe = None) -> None:
+def template(common: Writing) -> None:
     """Prepare the chat template on both nodes.
 
     It is fetched at a pinned hash, the recipe's defaults are put in front, and it must render.
     """
-    _run_steps(common, ("template",), preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
+    _run_steps(common, ("template",))
 
 
 @command("sparkserve build; sparkserve build --dry-run; sparkserve build --no-cache --pull")
-def build(  # noqa: PLR0913 - one for each option
-    common: Common,
+def build(
+    common: Writing,
     *,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Build every step anew, also when it is there.")] = False,
     pull: Annotated[bool, typer.Option("--pull", help="Ask the registry for the base image again, and build.")] = False,
-    dry_run: DryRun = False,
-    check: Check = False,
-    recipe: Recipe = None,
 ) -> None:
     """Build the engine image and ship it.
 
@@ -152,38 +126,27 @@ def build(  # noqa: PLR0913 - one for each option
     name a finished image instead, which --pull pulls again.
     """
     options = ("--no-cache",) * no_cache + ("--pull",) * pull
-    preview = _preview(dry_run=dry_run, check=check)
-    _run_steps(common, ("build", "ship"), preview=preview, recipe=recipe, build_options=options)
+    _run_steps(common, ("build", "ship"), build_options=options)
 
 
 @command("sparkserve tune; sparkserve tune --undo")
 def tune(
-    common: Common,
+    common: Writing,
     *,
     undo: Annotated[bool, typer.Option("--undo", help="Put the old values back.")] = False,
-    dry_run: DryRun = False,
-    check: Check = False,
-    recipe: Recipe = None,
 ) -> None:
     """Set host memory settings; --undo puts them back."""
     from sparkserve import lifecycle, tables
 
     if not undo:
-        _run_steps(common, ("tune",), preview=_preview(dry_run=dry_run, check=check), recipe=recipe)
+        _run_steps(common, ("tune",))
     output = common.output
-    rows = lifecycle.undo_tuning(session(common, "tune", output, recipe=recipe), dry_run=dry_run or check)
+    rows = lifecycle.undo_tuning(session(common, "tune", output, recipe=common.recipe), dry_run=common.is_preview)
     output.result("tune", {"undone": rows}, tables.value_table(rows, "node", "put back"))
 
 
 @command("sparkserve start; sparkserve start --dry-run; sparkserve start --recipe ./other")
-def start(
-    common: Common,
-    *,
-    dry_run: DryRun = False,
-    check: Check = False,
-    recipe: Recipe = None,
-    skip_check: SkipCheck = None,
-) -> None:
+def start(common: Writing, *, skip_check: SkipCheck = None) -> None:
     """Start the engine on both nodes until it answers.
 
     With another recipe than the one that serves, everything of it is made ready before the pair is stopped; if it does
@@ -191,17 +154,14 @@ def start(
     """
     from sparkserve import operations
 
-    steps = operations.start_steps(session(common, "start", common.output, recipe=recipe))
-    _run_steps(common, steps, preview=_preview(dry_run=dry_run, check=check), recipe=recipe, skip_check=skip_check)
+    steps = operations.start_steps(session(common, "start", common.output, recipe=common.recipe))
+    _run_steps(common, steps, skip_check=skip_check)
 
 
 @command("sparkserve up --dry-run; sparkserve up; sparkserve up --skip tune")
-def up(  # noqa: PLR0913 - one for each option
-    common: Common,
+def up(
+    common: Writing,
     *,
-    dry_run: DryRun = False,
-    check: Check = False,
-    recipe: Recipe = None,
     skip: Annotated[list[str] | None, typer.Option("--skip", help="Leave a step out: tune.")] = None,
     skip_check: SkipCheck = None,
 ) -> None:
@@ -212,12 +172,12 @@ def up(  # noqa: PLR0913 - one for each option
     from sparkserve import lifecycle, tables
 
     output = common.output
-    run = session(common, "up", output, recipe=recipe, skip_check=skip_check)
-    preview = _preview(dry_run=dry_run, check=check)
-    outcome, proofs = lifecycle.up(run, skip=tuple(skip or ()), dry_run=bool(preview))
-    code = EXIT_CHANGES if preview == "check" and not outcome.plan.is_empty else exit_code_of(proofs)
+    run = session(common, "up", output, recipe=common.recipe, skip_check=skip_check)
+    outcome, proofs = lifecycle.up(run, skip=tuple(skip or ()), dry_run=common.is_preview)
+    code = EXIT_CHANGES if common.check and not outcome.plan.is_empty else exit_code_of(proofs)
     data = {**tables.outcome_data(outcome), "proofs": proofs}
-    views = [tables.outcome_view(outcome, preview=bool(preview)), *([tables.proofs_table(proofs)] if proofs else [])]
+    views = [tables.outcome_view(outcome, preview=common.is_preview)]
+    views += [tables.proofs_table(proofs)] if proofs else []
     output.result("up", data, *views, exit_code=code)
     raise typer.Exit(code)
 

@@ -45,16 +45,31 @@ class Common:
         return Output(Mode.JSON if self.json else Mode.QUIET if self.quiet else Mode.HUMAN)
 
 
-_COMMON = {
+@dataclass(frozen=True)
+class Writing(Common):
+    """The options of a command that carries out a plan."""
+
+    dry_run: bool = False
+    check: bool = False
+    recipe: str | None = None
+
+    @property
+    def is_preview(self) -> bool:
+        """Whether nothing is to be touched."""
+        return self.dry_run or self.check
+
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and touch nothing.")]
+Recipe = Annotated[str | None, typer.Option("--recipe", "-r", help="Recipe name or directory, for this run.")]
+_SHARED = {
+    "dry_run": DryRun,
+    "check": Annotated[bool, typer.Option("--check", help="As --dry-run, but exit 4 when something would change.")],
+    "recipe": Recipe,
     "env_file": Annotated[Path, typer.Option("--env-file", "-e", help="Settings file.", show_default=True)],
     "json": Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")],
     "quiet": Annotated[bool, typer.Option("--quiet", "-q", help="Only errors.")],
     "verbose": Annotated[bool, typer.Option("--verbose", "-v", help="Every command that runs, on stderr.")],
 }
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and touch nothing.")]
-Check = Annotated[bool, typer.Option("--check", help="As --dry-run, but exit 4 when something would change.")]
-Recipe = Annotated[str | None, typer.Option("--recipe", "-r", help="Recipe name or directory, for this run.")]
-
 SkipCheck = Annotated[
     list[str] | None,
     typer.Option("--skip-check", metavar="ID", help="Go on although this check fails; again for more."),
@@ -65,18 +80,20 @@ def command(examples: str, group: typer.Typer = app) -> Callable[[Callable[..., 
     """Make a function a command: it gets `common` as one value, the user gets its options one by one."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        own = [item for item in inspect.signature(function, eval_str=True).parameters.values() if item.name != "common"]
+        own = dict(inspect.signature(function, eval_str=True).parameters)
+        kind = own.pop("common").annotation
         keyword = inspect.Parameter.KEYWORD_ONLY
         shared = [
-            inspect.Parameter(name, keyword, default=getattr(Common, name), annotation=annotation)
-            for name, annotation in _COMMON.items()
+            inspect.Parameter(name, keyword, default=getattr(kind, name), annotation=annotation)
+            for name, annotation in _SHARED.items()
+            if hasattr(kind, name)
         ]
 
         name = function.__name__.strip("_").replace("_", "-")
 
         @functools.wraps(function)
         def run(**values: Any) -> Any:  # noqa: ANN401 - what the command line gave
-            common = Common(**{name: values.pop(name) for name in _COMMON})
+            common = kind(**{item.name: values.pop(item.name) for item in shared})
             if common.verbose:
                 logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(name)s %(message)s")
                 logging.getLogger("paramiko").setLevel(logging.WARNING)
@@ -86,7 +103,7 @@ def command(examples: str, group: typer.Typer = app) -> Callable[[Callable[..., 
             except KeyboardInterrupt as error:  # Typer would end the program without a word of ours
                 raise interrupted(name, error) from error
 
-        parameters = [item.replace(kind=keyword) for item in own] + shared
+        parameters = [item.replace(kind=keyword) for item in own.values()] + shared
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {item.name: item.annotation for item in parameters}
         group.command(name, epilog=f"Examples: {examples}")(run)
