@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from sparkserve.errors import Failures, SparkserveError, flatten
 
@@ -19,19 +18,6 @@ _DEFAULT_WIDTH = 4
 _LANE_PATIENCE = 2
 # What follows it in a note is shown beside the rest, and makes no news of its own.
 ASIDE = " | "
-
-
-class Work(Protocol):
-    """What a running change can say and ask."""
-
-    def progress(self, done: int, total: int) -> None:
-        """Tell how many of `total` bytes (or units) are done."""
-
-    def note(self, text: str) -> None:
-        """Tell what is being done now, in a few words."""
-
-    def check(self) -> None:
-        """Raise `Cancelled` when the run was interrupted."""
 
 
 class Cancelled(Exception):
@@ -122,8 +108,8 @@ def _join(same: list[SparkserveError]) -> SparkserveError:
     return replace(first, details="\n".join(filter(None, details)))
 
 
-class Reporter(Protocol):
-    """Who is told how a plan goes; called from several threads, one call at a time."""
+class Reporter:
+    """Who is told how a plan goes; called from several threads, one call at a time. This one keeps it to itself."""
 
     def started(self, change: Change) -> None:
         """Tell that a change begins."""
@@ -191,7 +177,7 @@ class _Run:
     def carry_out(self, change: Change) -> None:
         begun = time.monotonic()
         try:
-            proof = change.action(_ChangeWork(self, change))
+            proof = change.action(Work(self, change))
         except Cancelled:
             self._end(change, lambda: self.report.not_reached.append(change), works=False)
         except SparkserveError as error:
@@ -226,9 +212,11 @@ class _Run:
                 self.cancelled.set()
             self.changed.notify_all()
 
-    def loop(self) -> None:
+    def loop(self, is_wanted: Callable[[], bool]) -> None:
         with self.changed:
             while self.waiting or self.running:
+                if not is_wanted():
+                    raise KeyboardInterrupt
                 self.drop_unreachable()
                 change = self.next_ready()
                 if change is not None:
@@ -254,20 +242,25 @@ class _Run:
             self.report.not_reached += [*self.running.values(), *self.waiting]
 
 
-class _ChangeWork:
+class Work:
+    """What a running change can say and ask."""
+
     def __init__(self, run: _Run, change: Change) -> None:
         self._run = run
         self._change = change
 
     def progress(self, done: int, total: int) -> None:
+        """Tell how many of `total` bytes (or units) are done."""
         with self._run.changed:
             self._run.reporter.progress(self._change, done, total)
 
     def note(self, text: str) -> None:
+        """Tell what is being done now, in a few words."""
         with self._run.changed:
             self._run.reporter.note(self._change, text)
 
     def check(self) -> None:
+        """Raise `Cancelled` when the run was interrupted."""
         if self._run.cancelled.is_set():
             raise Cancelled
 
@@ -281,11 +274,19 @@ class Interrupted(KeyboardInterrupt):
         self.exit_code = exit_code
 
 
-def apply(plan: Plan, reporter: Reporter, widths: Mapping[str, int] = DEFAULT_WIDTHS) -> ApplyReport:
-    """Carry out a plan; changes whose needs are met run side by side, and a failure stops only what needs it."""
+def apply(
+    plan: Plan,
+    reporter: Reporter,
+    widths: Mapping[str, int] = DEFAULT_WIDTHS,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> ApplyReport:
+    """Carry out a plan; changes whose needs are met run side by side, and a failure stops only what needs it.
+
+    Once it is wanted no more it ends as if its owner had interrupted it.
+    """
     run = _Run(plan, reporter, widths)
     try:
-        run.loop()
+        run.loop(is_wanted)
     except KeyboardInterrupt as error:
         run.drain(20)
         raise Interrupted(run.report, getattr(error, "exit_code", 130)) from None

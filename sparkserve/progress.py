@@ -127,7 +127,7 @@ def group_changes(plan: Plan) -> dict[tuple[str, str], Group]:
     return groups
 
 
-class GroupReporter:
+class GroupReporter(Reporter):
     """Keeps the groups up to date; subclasses decide what is shown of them."""
 
     def __init__(self, plan: Plan) -> None:

@@ -10,7 +10,7 @@ from typing import IO, Any, cast
 from sparkserve.cluster import Cluster, Node, NodeSession, Role
 from sparkserve.errors import SparkserveError
 from sparkserve.hosts import Host, Process
-from sparkserve.plan import Applied, Cancelled, Change
+from sparkserve.plan import Applied, Cancelled, Change, Reporter, Work
 from sparkserve.settings import Settings
 
 
@@ -145,7 +145,7 @@ def make_cluster(
 
 
 @dataclass
-class RecordingReporter:
+class RecordingReporter(Reporter):
     """Keeps what it is told, in order: `(event, key, ...)`."""
 
     events: list[tuple[Any, ...]] = field(default_factory=list)
@@ -171,7 +171,7 @@ class RecordingReporter:
 
 
 @dataclass
-class RecordingWork:
+class RecordingWork(Work):
     """The `Work` of an action that is called directly; `cancel_after` checks it raises `Cancelled`."""
 
     cancel_after: int | None = None

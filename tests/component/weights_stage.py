@@ -21,13 +21,14 @@ from sparkserve.hub_file import Hub as HubClient
 from sparkserve.inventory import Item
 from sparkserve.lock import Lock, LockedImage
 from sparkserve.manifest import Manifest, ManifestFile
-from sparkserve.plan import Applied, ApplyReport, Cancelled, Change, Plan, apply
+from sparkserve.plan import ApplyReport, Cancelled, Change, Plan, Reporter, Work, apply
 from sparkserve.recipe import Recipe
 from sparkserve.settings import Settings
 from sparkserve.web import Limits
 from tests.lab.hub import Hub
 from tests.lab.repo_store import ModelRepo
 
+Silent = Reporter
 KIB = 1 << 10
 SEGMENT = 64 * KIB
 FILE = "file-00001.bin"
@@ -39,7 +40,7 @@ QUICK = Limits(
 
 
 @dataclass
-class Recorder:
+class Recorder(Work):
     """A `Work` that remembers what it was told, and cancels on demand."""
 
     notes: list[str] = field(default_factory=list)
@@ -55,20 +56,6 @@ class Recorder:
     def check(self) -> None:
         if self.cancelled.is_set():
             raise Cancelled
-
-
-class Silent:
-    """A `Reporter` that says nothing."""
-
-    def started(self, change: Change) -> None: ...
-
-    def progress(self, change: Change, done: int, total: int) -> None: ...
-
-    def note(self, change: Change, text: str) -> None: ...
-
-    def finished(self, applied: Applied) -> None: ...
-
-    def failed(self, change: Change, error: Exception) -> None: ...
 
 
 @contextmanager
