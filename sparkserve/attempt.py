@@ -2,61 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from sparkserve import engine, records
 from sparkserve.cluster import Deployment
-from sparkserve.engine_watch import Launch
-from sparkserve.errors import Failures, SparkserveError, flatten
-from sparkserve.parameters import read_secrets
+from sparkserve.engine_watch import STEP
+from sparkserve.errors import SparkserveError, flatten
 from sparkserve.plan import ApplyReport, Plan
-from sparkserve.planning import Starting, secrets_of
+from sparkserve.planning import Starting, plan_recorded
 from sparkserve.records import Record
 
-
-@dataclass(frozen=True)
-class Attempt:
-    """A planned start: for whom, under which command, and who carries a plan out."""
-
-    deployment: Deployment
-    start: Starting
-    state: Path
-    command: str
-    carry: Callable[[Plan], ApplyReport]
-
-    @property
-    def runs_dir(self) -> Path:
-        """Where records and logs of runs are kept."""
-        return self.state / "runs"
+Carry = Callable[[Plan], ApplyReport]
 
 
-def make(attempt: Attempt, wanted: Plan) -> ApplyReport:
+def make(deployment: Deployment, start: Starting, command: str, wanted: Plan, carry: Carry) -> ApplyReport:
     """Carry a plan with a start out and keep its record; the pair that it replaced comes back if it does not answer."""
-    earlier = records.read_records(attempt.runs_dir)
-    launch = attempt.start.launch
-    record = records.open_record(attempt.command, attempt.deployment, launch)
-    records.save_record(attempt.runs_dir, record)
+    launch = start.launch
+    earlier = records.read_records(launch.runs_dir)
+    record = records.open_record(command, deployment, launch)
+    _keep(launch.runs_dir, record)
     try:
-        report = attempt.carry(wanted)
+        report = carry(wanted)
     except BaseException as error:
         ending: records.Ending = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         records.close_record(record, ending, launch, str(error) or type(error).__name__)
-        records.save_record(attempt.runs_dir, record)
+        _keep(launch.runs_dir, record)
         raise
     failure = "; ".join(str(error) for _, error in report.failed)
     records.close_record(record, "failed" if failure else "answered", launch, failure)
-    records.save_record(attempt.runs_dir, record)
-    if any(change.step == engine.STEP for change, _ in report.failed):
+    _keep(launch.runs_dir, record)
+    if any(change.step == STEP for change, _ in report.failed):
         _explain(report, record, records.last_answered(earlier))
-        _bring_back(attempt, report, records.last_answered(earlier, attempt.start.replaces or "none"))
+        before = records.last_answered(earlier, start.replaces or "none")
+        # The same pair once more would only fail once more.
+        if before and engine.has_removed(report) and not records.is_same_pair(record, before):
+            _bring_back(deployment, report, before, launch.runs_dir, carry)
     return report
+
+
+def _keep(runs_dir: Path, record: Record) -> None:
+    """Keep a record where that is possible; a full disk, of which the preflight tells, must not keep a pair down."""
+    with contextlib.suppress(OSError):
+        records.save_record(runs_dir, record)
 
 
 def _failure(report: ApplyReport) -> SparkserveError:
     """Give the error of a failed start that is told first."""
-    return flatten(next(error for change, error in report.failed if change.step == engine.STEP))[0]
+    return flatten(next(error for change, error in report.failed if change.step == STEP))[0]
 
 
 def _explain(report: ApplyReport, record: Record, worked: Record | None) -> None:
@@ -69,33 +64,18 @@ def _explain(report: ApplyReport, record: Record, worked: Record | None) -> None
     error.details = "\n".join(filter(None, [error.details, *lines]))
 
 
-def _bring_back(attempt: Attempt, report: ApplyReport, before: Record | None) -> None:
+def _bring_back(deployment: Deployment, report: ApplyReport, before: Record, runs_dir: Path, carry: Carry) -> None:
     """Start the pair that answered before this attempt, exactly as it was recorded; both facts are told."""
-    if before is None or not engine.has_removed(report):
+    pair, error = records.pair_of(before), _failure(report)
+    if pair is None:
         return
-    error = _failure(report)
-    name = f"the earlier pair ({records.recipe_of(before).name}, run {before.run})"
+    name = f"the earlier pair ({pair.recipe.name}, run {before.run})"
     try:
-        back = attempt.carry(_plan_back(attempt, before))
+        deployment = replace(deployment, recipe=pair.recipe, lock=pair.lock)
+        again = plan_recorded(deployment, pair, before.run, runs_dir)
+        back = carry(Plan(tuple(again.changes)))
         back.raise_failures()
     except SparkserveError as failed:
         error.details += f"\n{name} did not come back either: {failed.message}"
         return
     error.details += f"\n{name} was brought back: {back.applied[-1].proof}"
-
-
-def _plan_back(attempt: Attempt, before: Record) -> Plan:
-    secrets = secrets_of(attempt.deployment)
-    launch = Launch(
-        specs=records.specs_of(before),
-        run=before.run,
-        endpoint=records.address_of(before, secrets[1]),
-        runs_dir=attempt.runs_dir,
-        secrets=secrets,
-        filling=read_secrets(attempt.deployment.settings),
-    )
-    deployment = replace(attempt.deployment, recipe=records.recipe_of(before), lock=records.lock_of(before))
-    facts, unseen = deployment.cluster.try_both(engine.gather)
-    if unseen:
-        raise Failures(list(unseen.values()))
-    return Plan(tuple(engine.plan(deployment, facts, launch)))

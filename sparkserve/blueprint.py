@@ -113,11 +113,7 @@ def see_node(node: Node, link: LinkPlace) -> Place:
 
 def save_facts(path: Path, seen: Seen) -> None:
     """Keep facts for plans without hosts."""
-    try:
-        state_file.write(path, seen.model_dump(mode="json"), indent=1)
-    except OSError as error:
-        hint = "look at the room, owner and mode of that path, or name another"
-        raise SparkserveError("facts_unwritable", f"cannot write {path}: {error.strerror}", hint, "head") from error
+    state_file.write(path, seen.model_dump(mode="json"), indent=1)
 
 
 def refuse_other_file(path: Path) -> None:

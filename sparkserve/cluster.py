@@ -355,8 +355,11 @@ def state_dir(environment: Mapping[str, str]) -> Path:
 
 
 @contextlib.contextmanager
-def pair_lock(directory: Path, command: str, wait_seconds: float = 0.0) -> Iterator[None]:
-    """Hold the one lock of this head while something is written; say who holds it otherwise."""
+def pair_lock(directory: Path, command: str, wait_seconds: float = 0.3) -> Iterator[None]:
+    """Hold the one lock of this head while something is written; say who holds it otherwise.
+
+    Whoever only asks who holds it has it for an instant: that is waited for.
+    """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = directory / "lock"
     deadline = time.monotonic() + wait_seconds
@@ -369,9 +372,7 @@ def pair_lock(directory: Path, command: str, wait_seconds: float = 0.0) -> Itera
                 if time.monotonic() < deadline:
                     time.sleep(0.2)
                     continue
-                file.seek(0)
-                holder = file.read().decode(errors="replace").strip() or "another run"
-                message = f"another command holds the lock of this pair: {holder}"
+                message = f"another command holds the lock of this pair: {lock_holder(directory) or 'another run'}"
                 raise SparkserveError(
                     "locked", message, "wait for it to end, or stop it", "head", exit_code=EXIT_NOT_READY
                 ) from error
@@ -385,13 +386,11 @@ def pair_lock(directory: Path, command: str, wait_seconds: float = 0.0) -> Itera
         file.truncate()
 
 
-def is_locked(directory: Path) -> bool:
-    """Whether another command writes to the pair right now."""
-    try:
-        with (directory / "lock").open("rb") as file:
+def lock_holder(directory: Path) -> str:
+    """Say which command writes to the pair right now; empty where none does."""
+    with contextlib.suppress(FileNotFoundError), (directory / "lock").open("rb") as file:
+        try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
+        except BlockingIOError:
+            return file.read().decode(errors="replace").strip() or "another run"
+    return ""

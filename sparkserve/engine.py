@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import time
@@ -13,18 +14,18 @@ from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role
 from sparkserve.container import ContainerSpec, check_resolved, with_secrets
 from sparkserve.docker_form import create_arguments
 from sparkserve.engine_facts import ContainerFacts, Facts, gather, parse_memory
-from sparkserve.engine_stop import Stopping, abandon, stop
-from sparkserve.engine_watch import Launch, wait_until_ready
+from sparkserve.engine_stop import Stopping, all_or_nothing, stop
+from sparkserve.engine_watch import OLD_PAIR, READY, STEP, Launch, wait_until_ready
 from sparkserve.errors import EXIT_NOT_READY, Failures, SparkserveError
+from sparkserve.parameters import read_secrets
 from sparkserve.plan import ApplyReport, Change, Work, key_of
 from sparkserve.readiness import wait_for_worker
 from sparkserve.settings import read_secret
 
 __all__ = ["Facts", "Launch", "gather", "new_run", "plan", "plan_stop"]
-STEP = "start"
 DROP_CACHES = "/proc/sys/vm/drop_caches"
 _MEMINFO = "/proc/meminfo"
-_LEFTOVER = key_of("head", STEP, "old pair")
+_LEFTOVER = key_of("head", STEP, OLD_PAIR)
 # The daemon's own words, and what they mean for the owner of the pair.
 _REFUSALS = (
     (r"No such image", "image_missing", "the engine image is not on this node", "`sparkserve build`"),
@@ -48,15 +49,13 @@ def plan(deployment: Deployment, facts: Mapping[Role, Facts], launch: Launch) ->
     """Plan what makes the pair run as wanted; a pair is left as it is, waited for, or replaced as a whole."""
     _refuse_foreign(facts)
     running = _pair_as_wanted(facts, launch)
-    if running and launch.serving == "answers":
+    if running and launch.seen in ("running", "unknown"):
         return []
-    if running and launch.serving == "loads":
+    if running and launch.seen == "starting":
         return [_ready(deployment, replace(launch, run=running), ())]
     worker = _create(deployment, "worker", facts, launch, (*launch.needs, _LEFTOVER))
     head = _create(deployment, "head", facts, launch, (*launch.needs, worker.key))
-    removal = (
-        [_remove_old(deployment.cluster, facts, launch)] if any(found.containers for found in facts.values()) else []
-    )
+    removal = [_remove_old(deployment, facts, launch)] if any(found.containers for found in facts.values()) else []
     return [*removal, worker, head, _ready(deployment, launch, (head.key,))]
 
 
@@ -102,7 +101,9 @@ def _state(facts: Mapping[Role, Facts], role: Role, launch: Launch) -> str:
         return "absent"
     rank = ROLES.index(role)
     different = "; ".join(filter(None, (_difference(container, rank, launch.specs[role]) for container in ours)))
-    return different or ("running, does not serve" if launch.serving == "broken" else "running, its peer is not")
+    return different or (
+        "running, does not serve" if launch.seen in ("stalled", "degraded") else "running, its peer is not"
+    )
 
 
 def _short(digest: str) -> str:
@@ -112,14 +113,16 @@ def _short(digest: str) -> str:
 # -- the changes ------------------------------------------------------------------------------------------------------
 
 
-def _remove_old(cluster: Cluster, facts: Mapping[Role, Facts], launch: Launch) -> Change:
+def _remove_old(deployment: Deployment, facts: Mapping[Role, Facts], launch: Launch) -> Change:
     """Remove both ranks of an earlier run, rank 0 first: a stale head would capture a new worker."""
     before = "; ".join(f"{role}: {_state(facts, role, launch)}" for role in ROLES)
 
     def action(work: Work) -> str:
-        return stop(cluster, launch.stopping(work)).summary
+        needed, runs_dir, secrets = _needed_gib(deployment, launch), launch.runs_dir, launch.secrets
+        stopping = Stopping(runs_dir, needed_gib=needed, secrets=secrets, tell=work.note, check=work.check)
+        return stop(deployment.cluster, stopping)
 
-    return Change("head", STEP, "old pair", before, "gone", action, launch.needs, "start")
+    return Change("head", STEP, OLD_PAIR, before, "gone", action, launch.needs, "start")
 
 
 def _create(
@@ -129,18 +132,13 @@ def _create(
     had_pair = any(found.containers for found in facts.values())
 
     def action(work: Work) -> str:
-        try:
+        with all_or_nothing(cluster, launch.runs_dir, launch.secrets):
             # The worker comes first: by then both nodes must have free pages.
             cache = f"; {prepare_memory(deployment, launch, just_ended=had_pair)}" if role == "worker" else ""
             if role == "head":
                 wait_for_worker(deployment, launch.deadline(deployment.recipe), work)
-            proof = create(cluster.node(role), with_secrets(spec, launch.filling)) + cache
+            proof = create(cluster.node(role), with_secrets(spec, read_secrets(deployment.settings))) + cache
             work.check()
-        except BaseException as error:
-            left = abandon(cluster, Stopping(launch.runs_dir, secrets=launch.secrets))
-            if isinstance(error, SparkserveError):
-                error.details += "".join(f"\nnot cleaned up: {problem}" for problem in left)
-            raise
         return proof
 
     after = f"running, spec {_short(spec.digest)}"
@@ -152,13 +150,7 @@ def _ready(deployment: Deployment, launch: Launch, needs: tuple[str, ...]) -> Ch
         return wait_until_ready(deployment.cluster, deployment.recipe, launch, work)
 
     after = f"answers as {launch.endpoint.model}"
-    return Change("head", STEP, "ready", "no answer", after, action, needs, "start")
-
-
-def is_half_started(report: ApplyReport) -> bool:
-    """Whether a run ended after a rank was created and before the pair answered."""
-    done = {item.change.resource for item in report.applied if item.change.step == STEP}
-    return bool(done - {"old pair"}) and "ready" not in done
+    return Change("head", STEP, READY, "no answer", after, action, needs, "start")
 
 
 def look_at_sources(node: Node, specs: Mapping[Role, ContainerSpec]) -> dict[str, str]:
@@ -172,13 +164,17 @@ def look_at_sources(node: Node, specs: Mapping[Role, ContainerSpec]) -> dict[str
     return {path: found[path]["kind"] for path in paths if path not in owners or found[path]["kind"] == "missing"}
 
 
+def _needed_gib(deployment: Deployment, launch: Launch) -> float:
+    return 0 if "memory" in launch.skipped_checks else deployment.recipe.memory.required_gib
+
+
 def prepare_memory(deployment: Deployment, launch: Launch, *, just_ended: bool) -> str:
     """Give the driver free pages, since it takes no cached ones, and look that both nodes have what a rank needs.
 
     Pages are dropped only where root is ours without asking a person. Where a pair has just ended, memory may still
     be on its way back: that it is short is told then, and no reason to leave the owner without any pair.
     """
-    needed = 0 if "memory" in launch.skipped_checks else deployment.recipe.memory.required_gib
+    needed = _needed_gib(deployment, launch)
 
     def drop(node: Node) -> tuple[bool, float]:
         dropped = _drop_caches(node, deployment.settings.sudo_password_file)
@@ -206,18 +202,14 @@ def prepare_memory(deployment: Deployment, launch: Launch, *, just_ended: bool) 
 
 def _drop_caches(node: Node, password_file: Path | None) -> bool:
     """Whether the pages could be dropped; a password that is missing or wrong is no reason to fail."""
-    argv = ["tee", DROP_CACHES]
-    as_root = [] if node.identity["uid"] == 0 else ["sudo", "-n", "--"]
-    if node.host.run([*as_root, *argv], stdin=b"3\n", check=False).exit_code == 0:
-        return True
-    try:
+    with contextlib.suppress(SparkserveError):
         if node.host.sudo_password is None and password_file is not None:
             node.host.sudo_password = read_secret(password_file, "the sudo password")
-        if node.host.sudo_password is not None:
-            node.host.sudo(argv, stdin=b"3\n")
+    try:
+        node.host.sudo(["tee", DROP_CACHES], stdin=b"3\n")
     except SparkserveError:
         return False
-    return node.host.sudo_password is not None
+    return True
 
 
 def has_removed(report: ApplyReport) -> bool:
@@ -259,7 +251,7 @@ def plan_stop(cluster: Cluster, facts: Mapping[Role, Facts], stopping: Stopping)
         return []
 
     def action(work: Work) -> str:
-        return stop(cluster, replace(stopping, tell=work.note, check=work.check)).summary
+        return stop(cluster, replace(stopping, tell=work.note, check=work.check))
 
     unseen = [f"{role}: could not be asked" for role in ROLES if role not in facts]
     return [Change("head", "stop", "both ranks", "; ".join([*found, *unseen]), "gone", action)]

@@ -52,11 +52,11 @@ class ContainerFacts:
     spec: str = ""
     recipe: str = ""
     image: str = ""
+    image_id: str = ""
     started_at: float | None = None
     finished_at: float | None = None
     exit_code: int = 0
     oom_killed: bool = False
-    restarts: int = 0
     stop_seconds: int = 10
     stop_signal: str = "SIGTERM"
     processes: tuple[Process, ...] = ()
@@ -80,6 +80,8 @@ class ContainerFacts:
     @property
     def ended(self) -> str:
         """How it ended, in a few words."""
+        if self.state == "removed":
+            return "its container was removed"
         if self.oom_killed:
             return f"killed by the kernel for memory, exit code {self.exit_code}"
         return f"exit code {self.exit_code}" + (" (killed)" if self.exit_code == 137 else "")
@@ -179,11 +181,11 @@ def parse_container(body: Mapping[str, Any], processes: tuple[Process, ...] = ()
         spec=labels.get(SPEC_LABEL, ""),
         recipe=labels.get(RECIPE_LABEL, ""),
         image=config.get("Image", ""),
+        image_id=body.get("Image", ""),
         started_at=parse_moment(state.get("StartedAt", "")),
         finished_at=parse_moment(state.get("FinishedAt", "")),
         exit_code=state.get("ExitCode", 0),
         oom_killed=bool(state.get("OOMKilled")),
-        restarts=body.get("RestartCount", 0),
         stop_seconds=config.get("StopTimeout") or 10,
         stop_signal=config.get("StopSignal") or "SIGTERM",
         processes=processes,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import SecretStr
 
 from sparkserve.cluster import Cluster, Node, Role
-from sparkserve.engine_facts import LOOK_SECONDS, ContainerFacts, Facts, docker_body, gather, parse_moment
+from sparkserve.engine_facts import LOOK_SECONDS, ContainerFacts, docker_body, gather, parse_moment
 from sparkserve.errors import EXIT_NOT_RUNNING, EXIT_USAGE, Failures, SparkserveError
 from sparkserve.hosts import mask
 from sparkserve.recipe import KnownFailure, Phase
@@ -45,6 +45,7 @@ class LogFollower:
     rank: int
     since: float = 0.0
     tail: int = 0
+    gone: bool = False
     _seen: set[tuple[str, str]] = field(default_factory=set)
 
     def read(self) -> list[LogLine]:
@@ -62,6 +63,7 @@ class LogFollower:
                 tail=str(self.tail) if self.tail and not self._seen else "",
             )
             if answer.get("status") == 404:
+                self.gone = True
                 return lines
             if answer.get("status") != 200:
                 docker_body(answer, self.node.role)
@@ -97,16 +99,19 @@ class LogQuery:
 
 
 def read_logs(cluster: Cluster, query: LogQuery) -> Iterator[LogLine]:
-    """Give the lines of both ranks in the order of time; a node that cannot be asked is told after that."""
+    """Give the lines of both ranks in the order of time; a node that cannot be asked is told after that.
+
+    Whoever follows stays with the pair when it is made anew.
+    """
     _check_pattern(query.grep)
-    facts, errors = cluster.try_both(gather)
-    followers = {role: _follow(cluster.node(role), found, query) for role, found in facts.items()}
-    if not errors and not any(followers.values()):
+    followers: dict[str, LogFollower] = {}
+    errors = _find_ranks(cluster, query, followers)
+    if not errors and not followers:
         message = "no container of ours is there" + (f" for rank {query.rank}" if query.rank is not None else "")
         raise SparkserveError("not_running", message, "`sparkserve start`", exit_code=EXIT_NOT_RUNNING)
     while True:
         batches, lost = cluster.try_both(
-            lambda node: [line for one in followers.get(node.role, []) for line in one.read()]
+            lambda node: [line for one in followers.values() if one.node is node for line in one.read()]
         )
         errors |= lost
         for line in sorted((line for batch in batches.values() for line in batch), key=lambda line: line.moment):
@@ -117,15 +122,22 @@ def read_logs(cluster: Cluster, query: LogQuery) -> Iterator[LogLine]:
         if not query.follow:
             return
         time.sleep(0.3)
+        for id_ in [id_ for id_, one in followers.items() if one.gone]:
+            del followers[id_]
+        if len(followers) < (2 if query.rank is None else 1):
+            errors = _find_ranks(cluster, query, followers)
 
 
-def _follow(node: Node, facts: Facts, query: LogQuery) -> list[LogFollower]:
-    since = facts.time - query.since + 1.0 if query.since is not None else 0.0
-    return [
-        LogFollower(node, found.id, found.rank or 0, since=since, tail=query.tail or 0)
-        for found in facts.containers
-        if query.rank is None or found.rank == query.rank
-    ]
+def _find_ranks(cluster: Cluster, query: LogQuery, followers: dict[str, LogFollower]) -> dict[Role, SparkserveError]:
+    """Follow each wanted rank that is not followed yet, by its container."""
+    facts, errors = cluster.try_both(gather)
+    for role, seen in facts.items():
+        since = seen.time - query.since + 1.0 if query.since is not None else 0.0
+        for found in seen.containers:
+            if query.rank in (None, found.rank) and found.id not in followers:
+                tail, rank = query.tail or 0, found.rank or 0
+                followers[found.id] = LogFollower(cluster.node(role), found.id, rank, since=since, tail=tail)
+    return errors
 
 
 def _check_pattern(pattern: str) -> None:
@@ -245,10 +257,6 @@ def _end_of_traceback(lines: list[LogLine]) -> LogLine:
     return lines[0]
 
 
-def last_words(lines: Iterable[LogLine], secrets: tuple[SecretStr | None, ...] = ()) -> Mapping[Role, str]:
+def last_words(lines: Iterable[LogLine]) -> dict[int, str]:
     """Give the last line of each rank."""
-    found: dict[Role, str] = {}
-    for line in lines:
-        if line.text.strip():
-            found["head" if line.rank == 0 else "worker"] = mask(line.text.strip(), secrets)
-    return found
+    return {line.rank: text for line in lines if (text := line.text.strip())}

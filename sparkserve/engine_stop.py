@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -17,94 +18,67 @@ from sparkserve.errors import Failures, SparkserveError
 _KILL_SECONDS = 15.0
 _HASTY_SECONDS = 1.0
 _MEMORY_SECONDS = 60.0
+# So long memory that a run had at its beginning may keep us waiting before any of it comes back.
+_LATE_SECONDS = 5.0
 # Memory counts as settled once so many looks in a row see it grow by less than this share of all memory.
 _STILL = 0.005
 _STILL_LOOKS = 2
-
-
-def _say_nothing(_text: str) -> None:
-    """Be the listener of a caller that wants none."""
-
-
-def _go_on() -> None:
-    """Be the check of a caller that cannot be interrupted."""
+Secrets = tuple[SecretStr | None, ...]
 
 
 @dataclass(frozen=True)
 class Stopping:
     """How to end: where logs are kept, by force or in order, whom to tell, and whether to go on.
 
-    `seconds` is how long an orderly end may take; None leaves it to what each container was made with.
+    `seconds` is how long an orderly end may take; None leaves it to what each container was made with. `needed_gib` is
+    the memory that was available before the ranks were there.
     """
 
     runs_dir: Path
     force: bool = False
     seconds: float | None = None
-    secrets: tuple[SecretStr | None, ...] = ()
-    tell: Callable[[str], None] = _say_nothing
-    check: Callable[[], None] = _go_on
+    needed_gib: float = 0.0
+    secrets: Secrets = ()
+    tell: Callable[[str], None] = lambda _text: None
+    check: Callable[[], None] = lambda: None
 
 
-@dataclass(frozen=True)
-class Ended:
-    """One container that was ended and removed."""
-
-    role: Role
-    name: str
-    how: str
-    seconds: float
-
-
-@dataclass
-class StopReport:
-    """What was ended, and MemAvailable of each node before and after, in bytes."""
-
-    ended: list[Ended] = field(default_factory=list)
-    memory: dict[Role, tuple[int, int]] = field(default_factory=dict)
-
-    @property
-    def summary(self) -> str:
-        """Say it in one line."""
-        if not self.ended:
-            return "nothing of ours was running"
-        freed = sum(after - before for before, after in self.memory.values())
-        names = ", ".join(f"{ended.name} on {ended.role} ({ended.how}, {ended.seconds:.1f} s)" for ended in self.ended)
-        return f"{names}; nothing of ours is left; {freed / 2**30:+.1f} GiB available on both nodes together"
-
-
-def stop(cluster: Cluster, stopping: Stopping) -> StopReport:
-    """End everything of ours on both nodes; raises unless each node was asked and answered that nothing is left."""
+def stop(cluster: Cluster, stopping: Stopping) -> str:
+    """End everything of ours on both nodes and say how; raises unless each of them answered that nothing is left."""
     before, errors = cluster.try_both(gather)
-    report = StopReport()
+    ended: list[str] = []
     for rank in (0, 1, None):
         for role, facts in before.items():
             for container in facts.containers:
                 if container.rank == rank:
-                    _end_noting(cluster.node(role), container, stopping, report, errors)
+                    ended += _end_noting(cluster.node(role), container, stopping, errors)
     after = _confirm(cluster, errors)
-    had_run = any(container.is_running for facts in before.values() for container in facts.containers)
-    settled = _settle(cluster, after, stopping) if had_run else after
-    report.memory = {role: (before[role].memory.available, facts.memory.available) for role, facts in settled.items()}
+    # Where nothing ran by now, memory has come back long ago.
+    ran = {role for role, facts in before.items() if any(container.is_running for container in facts.containers)}
+    settled = after | _settle(cluster, {role: after[role] for role in after.keys() & ran}, stopping)
     if errors:
         asked = [f"{role}: was asked, nothing of ours is left there" for role in after if role not in errors]
         for error in errors.values():
             error.details = "\n".join(filter(None, [error.details, *asked]))
         raise Failures(list(errors.values()))
-    return report
+    if not ended:
+        return "nothing of ours was running"
+    freed = sum(facts.memory.available - before[role].memory.available for role, facts in settled.items())
+    return f"{', '.join(ended)}; nothing of ours is left; {freed / 2**30:+.1f} GiB available on both nodes together"
 
 
 def _end_noting(
-    node: Node, container: ContainerFacts, stopping: Stopping, report: StopReport, errors: dict[Role, SparkserveError]
-) -> None:
-    """End one container; a failure is kept, so that the other rank is still ended."""
+    node: Node, container: ContainerFacts, stopping: Stopping, errors: dict[Role, SparkserveError]
+) -> list[str]:
+    """End one container and say how; a failure is kept, so that the other rank is still ended."""
     begun = time.monotonic()
     try:
         how = end_container(node, container, stopping)
     except SparkserveError as error:
         error.node = error.node or node.role
         errors.setdefault(node.role, error)
-        return
-    report.ended.append(Ended(node.role, container.name, how, time.monotonic() - begun))
+        return []
+    return [f"{container.name} on {node.role} ({how}, {time.monotonic() - begun:.1f} s)"]
 
 
 def end_container(node: Node, container: ContainerFacts, stopping: Stopping) -> str:
@@ -124,7 +98,8 @@ def end_container(node: Node, container: ContainerFacts, stopping: Stopping) -> 
             how = f"killed after {seconds:g} s"
             _wait_for_end(node, container, _KILL_SECONDS, stopping)
     _keep_log(node, container, stopping)
-    _remove(node, container)
+    with _forgiving(node, "already in progress"):
+        node.docker.api.remove_container(container.id, force=True)
     return how
 
 
@@ -137,25 +112,21 @@ def _keep_log(node: Node, container: ContainerFacts, stopping: Stopping) -> None
 
 
 def _signal(node: Node, container: ContainerFacts, signal: str) -> None:
+    # It ended by itself since we looked: rank 1 often does when rank 0 goes.
+    with _forgiving(node, "is not running"):
+        node.docker.api.kill(container.id, signal)
+
+
+@contextmanager
+def _forgiving(node: Node, gone: str) -> Iterator[None]:
+    """Ask Docker for something that may have happened meanwhile."""
     from sparkserve.docker_client import explained
 
     try:
         with explained(node.role):
-            node.docker.api.kill(container.id, signal)
+            yield
     except SparkserveError as error:
-        # It ended by itself since we looked: rank 1 often does when rank 0 goes.
-        if not any(words in error.details for words in ("is not running", "No such container")):
-            raise
-
-
-def _remove(node: Node, container: ContainerFacts) -> None:
-    from sparkserve.docker_client import explained
-
-    try:
-        with explained(node.role):
-            node.docker.api.remove_container(container.id, force=True)
-    except SparkserveError as error:
-        if not any(words in error.details for words in ("already in progress", "No such container")):
+        if gone not in error.details and "No such container" not in error.details:
             raise
 
 
@@ -184,26 +155,39 @@ def _confirm(cluster: Cluster, errors: dict[Role, SparkserveError]) -> dict[Role
     return after
 
 
-def _settle(cluster: Cluster, facts: Mapping[Role, Facts], stopping: Stopping) -> Mapping[Role, Facts]:
-    """Wait until the memory of both nodes stops coming back: the kernel frees 100 GB in seconds, not at once."""
-    deadline, still = time.monotonic() + _MEMORY_SECONDS, 0
-    while still < _STILL_LOOKS and time.monotonic() < deadline:
+def _settle(cluster: Cluster, facts: dict[Role, Facts], stopping: Stopping) -> dict[Role, Facts]:
+    """Wait until the memory of both nodes stops coming back: the kernel frees 100 GB in seconds, and may begin late."""
+    begun, still = time.monotonic(), 0
+    while facts and still < _STILL_LOOKS and time.monotonic() < begun + _MEMORY_SECONDS:
         stopping.check()
         time.sleep(0.4)
         now = {role: found for role, found in cluster.try_both(gather)[0].items() if role in facts}
-        grew = [now[role].memory.available - facts[role].memory.available for role in now]
-        rests = all(growth < _STILL * facts[role].memory.total for role, growth in zip(now, grew, strict=True))
-        still = still + 1 if rests else 0
+        grew = {role: now[role].memory.available - facts[role].memory.available for role in now}
+        rests = all(grew[role] < _STILL * facts[role].memory.total for role in now)
+        is_short = any(found.memory.available < stopping.needed_gib * 2**30 for found in now.values())
+        still = still + 1 if rests and not (is_short and time.monotonic() < begun + _LATE_SECONDS) else 0
         facts = {**facts, **now}
-        if not rests:
+        if not still:
             available = " / ".join(f"{found.memory.available / 2**30:.1f}" for found in facts.values())
             stopping.tell(f"memory comes back: {available} GiB available")
     return facts
 
 
-def abandon(cluster: Cluster, stopping: Stopping) -> list[SparkserveError]:
+@contextmanager
+def all_or_nothing(cluster: Cluster, runs_dir: Path, secrets: Secrets) -> Iterator[None]:
+    """End and remove both ranks where what is inside fails or is interrupted."""
+    try:
+        yield
+    except BaseException as error:
+        left = abandon(cluster, runs_dir, secrets)
+        if isinstance(error, SparkserveError):
+            error.details += "".join(f"\nnot cleaned up: {problem}" for problem in left)
+        raise
+
+
+def abandon(cluster: Cluster, runs_dir: Path, secrets: Secrets) -> list[SparkserveError]:
     """End and remove both ranks at once after a start that failed; gives what could not be cleaned up."""
-    hasty = Stopping(stopping.runs_dir, seconds=_HASTY_SECONDS, secrets=stopping.secrets)
+    hasty = Stopping(runs_dir, seconds=_HASTY_SECONDS, secrets=secrets)
 
     def clear(node: Node) -> None:
         for container in gather(node).containers:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from pydantic import SecretStr
 
@@ -15,12 +15,13 @@ from sparkserve.container import ContainerSpec
 from sparkserve.endpoint import Endpoint
 from sparkserve.engine_facts import LOOK_SECONDS, ContainerFacts, docker_body, gather, parse_container, parse_memory
 from sparkserve.engine_logs import LogFollower, LogLine, find_trouble, last_words, match_failure, match_phase
-from sparkserve.engine_stop import Stopping, abandon
+from sparkserve.engine_stop import all_or_nothing
 from sparkserve.errors import SparkserveError
 from sparkserve.hosts import mask
-from sparkserve.plan import ASIDE, Work
+from sparkserve.plan import ASIDE, ApplyReport, Work
 from sparkserve.readiness import Prober
 from sparkserve.recipe import Recipe
+from sparkserve.status import State
 
 _POLL_SECONDS = 0.4
 # So long may a node be silent before the start is given up: a machine that loads 100 GB answers late.
@@ -31,14 +32,15 @@ _NO_SHELL = (126, 127)
 _SHOWN = 70  # characters of a log line
 _CLOSED = "Permission denied"
 _OPEN = "the container's user must be able to read it, and to enter every folder above"
-Serving = Literal["answers", "loads", "broken"]
+STEP = "start"
+OLD_PAIR, READY = "old pair", "ready"
 
 
 @dataclass(frozen=True)
 class Launch:
     """One start: what to run, under which run id, where it must answer, and what must be done before.
 
-    `serving` is what the status of a pair that runs as wanted showed: it answers, it still loads, or it is broken.
+    `seen` is the state in which a pair that runs as wanted was seen.
     """
 
     specs: Mapping[Role, ContainerSpec]
@@ -46,27 +48,23 @@ class Launch:
     endpoint: Endpoint
     runs_dir: Path
     first_start: bool = False
-    serving: Serving = "loads"
+    seen: State = "starting"
     needs: tuple[str, ...] = ()
     secrets: tuple[SecretStr | None, ...] = ()
-    filling: Mapping[str, SecretStr] = field(default_factory=dict)
     kernels: Mapping[Role, str] = field(default_factory=dict)
     skipped_checks: tuple[str, ...] = ()
-    # Filled while the ranks load: when each phase was first seen, in seconds after the wait began.
+    # Filled while the ranks load: when each phase was first seen, in seconds after the wait began, and what runs.
     phases: dict[str, float] = field(default_factory=dict, compare=False)
+    images: dict[Role, str] = field(default_factory=dict, compare=False)
 
     def deadline(self, recipe: Recipe) -> int:
         """Give the longest wait for the engine, in seconds."""
         return recipe.readiness.first_seconds if self.first_start else recipe.readiness.later_seconds
 
-    def stopping(self, work: Work) -> Stopping:
-        """Tell how this start's containers are to be ended."""
-        return Stopping(self.runs_dir, secrets=self.secrets, tell=work.note, check=work.check)
-
 
 @dataclass(frozen=True)
 class _Look:
-    container: ContainerFacts | None
+    container: ContainerFacts
     lines: list[LogLine]
     available: int
     killed_at: int | None
@@ -94,12 +92,13 @@ class _Watch:
     def find_containers(self) -> None:
         """Find both ranks' containers by label."""
         for role, facts in self.cluster.on_both(gather).items():
-            container = facts.of_rank(ROLES.index(role))
+            rank = ROLES.index(role)
+            container = facts.of_rank(rank)
             if container is None:
                 raise SparkserveError("rank_gone", f"{self.launch.specs[role].name} is not there", node=role)
-            rank = ROLES.index(role)
             self.followers[role] = LogFollower(self.cluster.node(role), container.id, rank)
             self.heard[role] = time.monotonic()
+            self.launch.images[role] = container.image_id
 
     def look(self) -> None:
         """Look at both ranks once; raises when one of them ended or said something that means the end."""
@@ -111,13 +110,13 @@ class _Watch:
             for line in look.lines:
                 self._take(role, line)
         self._check_silence(errors)
-        ended = [
-            (role, look.container) for role, look in looks.items() if not (look.container and look.container.is_running)
-        ]
-        if ended:
-            # One rank soon ends with the other: which one the guard of its node killed is asked once more.
-            self._check_guards(self.cluster.try_both(self._ask_guard)[0])
-            raise self._rank_ended(ended)
+        first = [role for role, look in looks.items() if not look.container.is_running]
+        if first:
+            # One rank soon ends with the other: a second look sees both, their last words, and what a guard killed.
+            again = self.cluster.try_both(self._look_at)[0]
+            self.lines += [line for look in again.values() for line in look.lines]
+            self._check_guards({role: look.killed_at for role, look in again.items()})
+            raise self._rank_ended(first, {**looks, **again})
         self._check_guards({role: look.killed_at for role, look in looks.items()})
         self._check_fatal([line for look in looks.values() for line in look.lines])
 
@@ -126,18 +125,16 @@ class _Watch:
         path = f"/containers/{follower.container}/json"
         raw = node.session.ask("facts", timeout=LOOK_SECONDS, docker=[path], files=["/proc/meminfo"])
         answer = raw["docker"][path]
-        container = None if answer.get("status") == 404 else parse_container(docker_body(answer, node.role))
+        container = ContainerFacts(follower.container, "", state="removed")
+        if answer.get("status") != 404:
+            container = parse_container(docker_body(answer, node.role))
         # The log is read after the state, so that an ended container's last words are complete.
+        lines = follower.read()
         available = parse_memory(raw["files"]["/proc/meminfo"] or "").available
-        return _Look(container, follower.read(), available, self._ask_guard(node))
-
-    def _ask_guard(self, node: Node) -> int | None:
-        """Let the node watch its own memory, and tell at which MemAvailable it had to kill its rank."""
+        # The node watches its own memory, and tells at which MemAvailable it had to kill its rank.
         floor = int(self.recipe.memory.guard_gib * _GIB)
-        container = self.followers[node.role].container
-        answer = node.session.ask("guard", timeout=LOOK_SECONDS, container=container, floor=floor)
-        killed_at: int | None = answer["killed_at"]
-        return killed_at
+        guard = node.session.ask("guard", timeout=LOOK_SECONDS, container=follower.container, floor=floor)
+        return _Look(container, lines, available, guard["killed_at"])
 
     def _check_guards(self, killed: Mapping[Role, int | None]) -> None:
         for role, available in killed.items():
@@ -193,15 +190,11 @@ class _Watch:
                 message = f"rank {line.rank} cannot serve {self._where(ROLES[line.rank])}"
                 raise self.failure("engine_failed", message, ROLES[line.rank])
 
-    def _rank_ended(self, ended: list[tuple[Role, ContainerFacts | None]]) -> SparkserveError:
-        def moment(item: tuple[Role, ContainerFacts | None]) -> float:
-            return (item[1].finished_at if item[1] else None) or 0.0
-
-        role, container = min(ended, key=moment)
-        how = container.ended if container else "its container was removed"
-        late, _ = self.cluster.try_both(lambda node: self.followers[node.role].read())
-        self.lines += [line for lines in late.values() for line in lines]
-        message = f"rank {ROLES.index(role)} ended {self._where(role)}: {how}"
+    def _rank_ended(self, first: list[Role], looks: Mapping[Role, _Look]) -> SparkserveError:
+        ended = {role: look.container for role, look in looks.items() if not look.container.is_running}
+        role, *others = sorted(ended, key=lambda role: (role not in first, ended[role].finished_at or 0.0))
+        message = f"rank {ROLES.index(role)} ended {self._where(role)}: {ended[role].ended}"
+        message += "".join(f"; rank {ROLES.index(other)} ended too: {ended[other].ended}" for other in others)
         return self.failure("rank_ended", message, role)
 
     def _where(self, role: Role) -> str:
@@ -221,8 +214,8 @@ class _Watch:
             hint = f"{trouble.known.advice}; {hint}"
         elif trouble and _CLOSED in trouble.line.text:
             hint = f"{_OPEN}; {hint}"
-        for other, text in last_words(self.lines).items():
-            details.append(f"last line of rank {ROLES.index(other)}: {text}")
+        for rank, text in last_words(self.lines).items():
+            details.append(f"last line of rank {rank}: {text}")
         exit_code = cause.exit_code if cause else 1
         return SparkserveError(code, message, hint, role, mask("\n".join(details), self.launch.secrets), exit_code)
 
@@ -245,11 +238,17 @@ class _Watch:
         return f"{state}{ASIDE}rank {last.rank} says: {text}" if last else state
 
 
+def is_half_started(report: ApplyReport) -> bool:
+    """Whether a run ended after a rank was created and before the pair answered."""
+    done = {item.change.resource for item in report.applied if item.change.step == STEP}
+    return bool(done - {OLD_PAIR}) and READY not in done
+
+
 def wait_until_ready(cluster: Cluster, recipe: Recipe, launch: Launch, work: Work) -> str:
     """Wait until the advertised address answers a real completion; whatever else happens, both ranks are ended."""
     watch = _Watch(cluster, recipe, launch)
     prober = Prober(launch.endpoint, recipe)
-    try:
+    with contextlib.closing(prober), all_or_nothing(cluster, launch.runs_dir, launch.secrets):
         watch.find_containers()
         prober.start()
         watch.check_readable()
@@ -264,12 +263,5 @@ def wait_until_ready(cluster: Cluster, recipe: Recipe, launch: Launch, work: Wor
             work.note(watch.line_of_state(prober.state))
             prober.finished.wait(_POLL_SECONDS)
         watch.look()
-    except BaseException as error:
-        left = abandon(cluster, Stopping(launch.runs_dir, secrets=launch.secrets))
-        if isinstance(error, SparkserveError):
-            error.details += "".join(f"\nnot cleaned up: {problem}" for problem in left)
-        raise
-    finally:
-        prober.end()
     warned = "".join(f"; warning: {warning}" for warning in watch.warnings)
     return f"answered through {launch.endpoint.model} at {launch.endpoint.base_url} after {watch.elapsed:.1f} s{warned}"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
 
@@ -31,57 +31,34 @@ from sparkserve import (
 )
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, connect, pair_lock, require_worker, state_dir
 from sparkserve.endpoint import open_endpoint
-from sparkserve.engine_stop import Stopping, abandon
-from sparkserve.errors import EXIT_NOT_READY, SparkserveError, usage_error
-from sparkserve.parameters import decide_parameters
-from sparkserve.plan import Applied, ApplyReport, Change, Interrupted, Plan, Reporter, apply, select
+from sparkserve.engine_stop import abandon
+from sparkserve.engine_watch import is_half_started
+from sparkserve.errors import EXIT_NOT_READY, EXIT_USAGE, SparkserveError, usage_error
+from sparkserve.parameters import decide_parameters, secrets_to_mask
+from sparkserve.plan import Applied, ApplyReport, Change, Interrupted, Plan, apply, select
 from sparkserve.recipe import Recipe
 from sparkserve.recipe_source import load_recipe
 from sparkserve.settings import Loaded, Settings, load, read_secret
 from sparkserve.verify import Exam, Proof, verify
 
+if TYPE_CHECKING:
+    from sparkserve.output import Output
+
 STEPS = ("download", "sync", "derive", "template", "build", "ship", "tune", "start")
-
-
-class Voice(Protocol):
-    """Who hears of a command while it runs."""
-
-    def say(self, text: str) -> None:
-        """Tell a person something on the way."""
-        ...
-
-    def warn(self, text: str) -> None:
-        """Warn."""
-        ...
-
-    def reporter(self, plan: Plan) -> AbstractContextManager[Reporter]:
-        """Show a plan under way."""
-        ...
-
-    def ask(self, question: str, flag: str) -> bool:
-        """Ask for a yes, or tell the flag that says it."""
-        ...
-
-    def ask_value(self, question: str, default: str, flag: str) -> str:
-        """Ask for a value; where nobody is there the default stands, and no default is told the flag."""
-        ...
-
-    def ask_secret(self, question: str) -> str | None:
-        """Ask a person for a secret; None where nobody is there."""
-        ...
 
 
 @dataclass
 class Session:
-    """One command: what was asked for, and who hears of it."""
+    """One command: what was asked for, who hears of it, and whether what it does is still wanted."""
 
     command: str
     loaded: Loaded
     recipe: Recipe
     environment: Mapping[str, str]
-    voice: Voice
+    voice: Output
     skip_checks: tuple[str, ...] = ()
     build_options: tuple[str, ...] = ()
+    is_wanted: Callable[[], bool] = lambda: True
 
     @property
     def settings(self) -> Settings:
@@ -133,7 +110,7 @@ class Outcome:
 
 
 def open_session(
-    command: str, env_file: Path, environment: Mapping[str, str], flags: Mapping[str, Any], voice: Voice
+    command: str, env_file: Path, environment: Mapping[str, str], flags: Mapping[str, Any], voice: Output
 ) -> Session:
     """Read settings and recipe, with everything that is wrong in them told at once."""
     skipped = tuple(name for name in flags.get("skip_check") or () if check_catalog.find_entry(name))
@@ -224,7 +201,7 @@ def run_steps(
                 prepare(session, deployment, wanted, start)
             carry = partial(carry_out, session, deployment)
             if start is not None and start.changes:
-                report = attempt.make(attempt.Attempt(deployment, start, session.state, session.command, carry), wanted)
+                report = attempt.make(deployment, start, session.command, wanted, carry)
             else:
                 report = carry(wanted)
             planning.tidy_weights(deployment, steps)
@@ -237,15 +214,44 @@ def run_steps(
         return outcome
 
 
+def restart(session: Session, last: records.Pair | None) -> Outcome:
+    """Start what is wanted; where that is not ready to be started since its lock or its settings changed, the last."""
+    try:
+        return run_steps(session, ("start",))
+    except SparkserveError as error:
+        has_changed = error.exit_code == EXIT_USAGE
+        if last is not None and error.code == "not_prepared":
+            has_changed = lock.read_lock(session.lock_file, session.recipe, session.settings) != last.lock
+        if last is None or not has_changed:
+            raise
+        session.voice.warn(f"{error}; until then it is the last pair that answered")
+    with connect(session.settings) as cluster, pair_lock(session.state, session.command):
+        deployment = Deployment(session.settings, last.recipe, last.lock, cluster)
+        runs_dir, run = session.state / "runs", engine.new_run()
+        start = planning.plan_recorded(deployment, last, run, runs_dir, session.skip_checks)
+        wanted = Plan(tuple(start.changes))
+        prepare(session, deployment, wanted, start)
+        report = attempt.make(deployment, start, session.command, wanted, partial(carry_out, session, deployment))
+        report.raise_failures()
+        return Outcome(("start",), wanted, report)
+
+
+def note_down(session: Session, note: Callable[[], object]) -> None:
+    """Write something down where that is possible; a head whose disk takes nothing must still start and stop."""
+    try:
+        note()
+    except OSError as error:
+        session.voice.warn(f"the head's state cannot be written ({error}); going on all the same")
+
+
 def carry_out(session: Session, deployment: Deployment, wanted: Plan) -> ApplyReport:
     """Carry a plan out; an interrupt between the first rank and the answer must not leave one rank alone."""
     try:
         with session.voice.reporter(wanted) as reporter:
-            return apply(wanted, reporter)
+            return apply(wanted, reporter, is_wanted=session.is_wanted)
     except Interrupted as interrupted:
-        if engine.is_half_started(interrupted.report):
-            secrets = planning.secrets_of(deployment)
-            for problem in abandon(deployment.cluster, Stopping(session.state / "runs", secrets=secrets)):
+        if is_half_started(interrupted.report):
+            for problem in abandon(deployment.cluster, session.state / "runs", secrets_to_mask(session.settings)):
                 session.voice.warn(f"not cleaned up: {problem}; `sparkserve stop` tries again")
         raise
 
@@ -268,7 +274,8 @@ def plan_steps(
         runs = session.state / "runs"
         start = planning.plan_start(deployment, runs, every, session.skip_checks, dry_run=dry_run)
         if not dry_run:
-            blueprint.save_facts(session.facts_file, blueprint.see(deployment.cluster, start.links))
+            seen = blueprint.see(deployment.cluster, start.links)
+            note_down(session, lambda: blueprint.save_facts(session.facts_file, seen))
         every += start.changes
     asked = (image.FLAGS_STEP,) if {"build", "start"} & {*steps} else ()
     chosen, pending = select(every, (*steps, *asked))
@@ -294,18 +301,13 @@ def unlock_sudo(session: Session, cluster: Cluster, roles: Collection[str]) -> N
     """Give the nodes that will need root their sudo password, and try it before anything is changed."""
     for node in cluster.nodes:
         node.host.sudo_password = _password_of(session, node) if node.role in roles else None
-    cluster.on_both(_try_password)
+    cluster.on_both(lambda node: node.host.check_sudo_password())
 
 
 def give_sudo_password(session: Session, node: Node) -> None:
     """Give one node its sudo password, and try it."""
     node.host.sudo_password = _password_of(session, node)
-    _try_password(node)
-
-
-def _try_password(node: Node) -> None:
-    if node.host.sudo_password is not None:
-        node.host.check_sudo_password()
+    node.host.check_sudo_password()
 
 
 def _password_of(session: Session, node: Node) -> SecretStr | None:

@@ -103,9 +103,10 @@ class Proposal:
     why: str
 
 
-def gather(node: Node) -> LinkFacts:
+def gather(node: Node, timeout: float = 60.0) -> LinkFacts:
     """Read interfaces and RDMA devices of a node in one request."""
-    return parse(node.session.ask("facts", commands=_COMMANDS, globs=list(_GLOBS.values())), node.link_address)
+    raw = node.session.ask("facts", timeout=timeout, commands=_COMMANDS, globs=list(_GLOBS.values()))
+    return parse(raw, node.link_address)
 
 
 def parse(raw: Mapping[str, Any], address: str) -> LinkFacts:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from sparkserve.checks import show_size
+from sparkserve.cluster import ROLES, Role
 from sparkserve.progress import amount, duration
+from sparkserve.status import uptime
 from sparkserve.tables import make_table
 
 if TYPE_CHECKING:
@@ -24,17 +26,40 @@ _FIGURES = {"requests_running": "running", "requests_waiting": "waiting", "token
 
 def status_data(found: View) -> dict[str, Any]:
     """Give a status as plain data."""
-    data = found.status.data()
-    data["context"] = found.context
-    for role, node in data["nodes"].items():
-        node["around"] = found.around.get(role)
-        node["trend"] = found.trends.get(role)
-    return data
+    status, evidence = found.status, found.status.evidence
+    last = evidence.samples[-1] if evidence.samples else None
+    return {
+        "state": status.verdict.state,
+        "reasons": list(status.verdict.reasons),
+        "uptime_seconds": uptime(status.facts),
+        "context": found.context,
+        "requests_running": last.running if last else None,
+        "requests_waiting": last.waiting if last else None,
+        "tokens_per_second": evidence.tokens_per_second if evidence.in_flight else None,
+        "phases": dict(evidence.phases),
+        "nodes": {role: _node_data(found, role) for role in ROLES if role in status.facts},
+    }
+
+
+def _node_data(found: View, role: Role) -> dict[str, Any]:
+    facts = found.status.facts[role]
+    container = facts.of_rank(ROLES.index(role))
+    return {
+        "container": container.describe() if container else "absent",
+        "spec": container.spec if container else None,
+        "run": container.run if container else None,
+        "recipe": container.recipe if container else None,
+        "memory_total_bytes": facts.memory.total,
+        "memory_available_bytes": facts.memory.available,
+        "swap_used_bytes": facts.memory.swap_used,
+        "around": found.around.get(role),
+        "trend": found.trends.get(role),
+    }
 
 
 def status_view(found: View) -> list[Table | str]:
     """Show how the pair is on one screen: the state and why, then what each node has."""
-    data, verdict = found.status.data(), found.status.verdict
+    data, verdict = status_data(found), found.status.verdict
     shown = [f"{name} {data[key]:.0f}" for key, name in _FIGURES.items() if data[key] is not None]
     if found.context:
         shown.insert(0, f"context {found.context:,}")
@@ -43,7 +68,7 @@ def status_view(found: View) -> list[Table | str]:
     rows: list[tuple[str, ...]] = []
     for role, node in data["nodes"].items():
         memory = f"{show_size(node['memory_available_bytes'])} of {show_size(node['memory_total_bytes'])}"
-        trend, around = found.trends.get(role), found.around.get(role)
+        trend, around = node["trend"], node["around"]
         cells = (_memory_trend(trend), show_size(node["swap_used_bytes"]), _gpu(around), _link(around, trend))
         rows.append((role, node["container"], memory, *cells))
     rows += [(role, f"could not look: {error.message}") for role, error in found.status.unseen.items()]
@@ -53,7 +78,7 @@ def status_view(found: View) -> list[Table | str]:
 
 def status_line(found: View) -> str:
     """Say how the pair is in one line, for a pipe."""
-    data, verdict = found.status.data(), found.status.verdict
+    data, verdict = status_data(found), found.status.verdict
     shown = [f"{name} {data[key]:.0f}" for key, name in _FIGURES.items() if data[key] is not None]
     parts = (time.strftime("%H:%M:%S"), verdict.state, ", ".join(shown), "; ".join(verdict.reasons))
     return "  ".join(filter(None, parts))

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from sparkserve import around, blueprint, engine, engine_logs, lifecycle, link, link_proof, lock, records, status_look
 from sparkserve.around import AroundFacts, Trend
 from sparkserve.checks import Check, Subject
-from sparkserve.cluster import Cluster, Deployment, Role, connect, is_locked, pair_lock
+from sparkserve.cluster import Cluster, Deployment, Role, connect, lock_holder, pair_lock
 from sparkserve.endpoint import Endpoint, open_endpoint
+from sparkserve.engine_facts import LOOK_SECONDS
 from sparkserve.engine_logs import LogLine, LogQuery
 from sparkserve.engine_stop import Stopping
-from sparkserve.errors import SparkserveError
+from sparkserve.errors import EXIT_NOT_READY, SparkserveError
 from sparkserve.lifecycle import Outcome, Session
 from sparkserve.link_checks import check_link
 from sparkserve.parameters import decide_parameters, decide_ports, secrets_to_mask
-from sparkserve.plan import Plan, apply
+from sparkserve.plan import Interrupted, Plan, apply
 from sparkserve.records import Record
 from sparkserve.status_look import Question, Status
-from sparkserve.watch import Event, Journal, Rules, Watch
+from sparkserve.watch import Event, Journal, Watch
 
 # One look of a watch waits no longer for a counter to move: the next one comes soon enough.
 _GLANCE_SECONDS = 0.2
 _TOKEN_SECONDS = 30.0
+# So long a watch may take to end the restart that it is at.
+_GIVE_WAY_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class Eyes:
 
     def _question(self, cluster: Cluster, wanted: dict[Role, str]) -> Question:
         session = self._session
-        return Question(cluster, session.recipe, self._endpoint, session.state / "movement.json", wanted)
+        return Question(cluster, session.recipe, self._endpoint, session.state, wanted)
 
     def glance(self, ask_token: bool) -> Status:  # noqa: FBT001 - one question, asked by a watch
         """Judge whether the pair serves, whatever it was made from."""
@@ -118,7 +121,7 @@ class Eyes:
         session = self._session
         with ThreadPoolExecutor(1) as aside:
             surroundings = aside.submit(cluster.try_both, around.gather)
-            links, errors = cluster.try_both(link.gather)
+            links, errors = cluster.try_both(lambda node: link.gather(node, LOOK_SECONDS))
             known = lock.read_lock(session.lock_file, session.recipe, session.settings)
             wanted: dict[Role, str] = {}
             if known and not errors:
@@ -165,25 +168,35 @@ def looks(session: Session, seconds: float) -> Iterator[View]:
 
 def watch(session: Session) -> Iterator[Event]:
     """Look every second; restart the pair when both nodes show that it is broken and its owner wants it to serve."""
-    settings, state = session.settings, session.state
+    state = session.state
     with pair_lock(state / "watch", session.command), Eyes(session) as eyes:
 
         def restart() -> str:
             eyes.close()
             run = following(session)
+            last = records.last_answered(records.read_records(state / "runs"))
             # What the owner's start left out would keep the pair down for ever.
-            run.skip_checks = records.skipped_checks(records.last_answered(records.read_records(state / "runs")))
-            outcome = lifecycle.run_steps(run, ("start",))
-            return outcome.report.applied[-1].proof if outcome.report.applied else "it serves already"
+            run.skip_checks = records.skipped_checks(last)
+            run.is_wanted = lambda: records.read_wanted(state).serving
+            try:
+                applied = lifecycle.restart(run, records.pair_of(last)).report.applied
+            except Interrupted:
+                if run.is_wanted():
+                    raise
+                message = "the pair was stopped while it was restarted"
+                raise SparkserveError(
+                    "stopped_meanwhile", message, "sparkserve start", exit_code=EXIT_NOT_READY
+                ) from None
+            return applied[-1].proof if applied else "it serves already"
 
-        rules = Rules(
+        yield from Watch(
             look=eyes.glance,
             restart=restart,
             wanted=lambda: records.read_wanted(state),
-            busy=lambda: is_locked(state),
-            restarts_per_hour=settings.restarts_per_hour,
-        )
-        yield from Watch(rules, journal(session)).run()
+            busy=lambda: bool(lock_holder(state)),
+            journal=journal(session),
+            restarts_per_hour=session.settings.restarts_per_hour,
+        ).run()
 
 
 def journal(session: Session) -> Journal:
@@ -196,30 +209,36 @@ def journal(session: Session) -> Journal:
 
 def stop(session: Session, *, force: bool, dry_run: bool) -> Outcome:
     """End both ranks and prove on each node that nothing of ours is left."""
-    with connect(session.settings, lenient=True) as cluster:
+    begun = time.monotonic()
+    with connect(session.settings, lenient=True) as cluster, ExitStack() as held:
+        if not dry_run:
+            _take_over(session, held)
         facts, _ = cluster.try_both(engine.gather)
-        stopping = Stopping(session.state / "runs", force=force, secrets=secrets_to_mask(session.settings))
+        needed = session.recipe.memory.required_gib
+        secrets = secrets_to_mask(session.settings)
+        stopping = Stopping(session.state / "runs", force=force, needed_gib=needed, secrets=secrets)
         wanted = Plan(tuple(engine.plan_stop(cluster, facts, stopping)))
-        if dry_run:
+        if dry_run or wanted.is_empty:
             return Outcome(("stop",), wanted)
-        # First of all: a watch must not bring back what is being ended.
-        _try_to_note(session, lambda: records.keep_wanted(session.state, serving=False))
-        if wanted.is_empty:
-            return Outcome(("stop",), wanted)
-        begun = time.monotonic()
-        with ExitStack() as held:
-            _try_to_note(session, lambda: held.enter_context(pair_lock(session.state, session.command)))
-            report = apply(wanted, held.enter_context(session.voice.reporter(wanted)))
-        report.raise_failures()
-        return Outcome(("stop",), wanted, report, time.monotonic() - begun)
+        report = apply(wanted, held.enter_context(session.voice.reporter(wanted)))
+    report.raise_failures()
+    return Outcome(("stop",), wanted, report, time.monotonic() - begun)
 
 
-def _try_to_note(session: Session, note: Callable[[], None]) -> None:
-    """Write something down where that is possible; a head whose disk takes nothing must still be able to stop."""
+def _take_over(session: Session, held: ExitStack) -> None:
+    """Note that the pair is not to serve and take the lock; what is refused changes nothing.
+
+    A watch must not bring back what is being ended: one that restarts the pair just now sees the note and gives way.
+    """
+    before = records.read_wanted(session.state)
+    lifecycle.note_down(session, lambda: records.keep_wanted(session.state, serving=False))
+    patience = _GIVE_WAY_SECONDS if "`sparkserve watch`" in lock_holder(session.state) else 0.3
+    lock = pair_lock(session.state, session.command, patience)
     try:
-        note()
-    except OSError as error:
-        session.voice.warn(f"the head's state cannot be written ({error}); stopping all the same")
+        lifecycle.note_down(session, lambda: held.enter_context(lock))
+    except (SparkserveError, KeyboardInterrupt):
+        lifecycle.note_down(session, lambda: records.keep_wanted(session.state, **asdict(before)))
+        raise
 
 
 def read_logs(session: Session, query: LogQuery, run: str = "") -> Iterator[LogLine]:
@@ -232,8 +251,11 @@ def read_logs(session: Session, query: LogQuery, run: str = "") -> Iterator[LogL
 
 
 def history(session: Session) -> list[Record]:
-    """List the starts that were recorded, newest first."""
-    return records.read_records(session.state / "runs")
+    """List the starts that were recorded, newest first; what is under way holds the lock."""
+    found = records.read_records(session.state / "runs")
+    for one in found[1:] if lock_holder(session.state) else found:
+        one.ending = "killed" if one.ending == "under way" else one.ending
+    return found
 
 
 # -- the cable --------------------------------------------------------------------------------------------------------
@@ -266,7 +288,7 @@ def prove_cable(session: Session, cluster: Cluster, links: dict[Role, link.LinkF
     endpoint = open_endpoint(session.settings, session.recipe)
 
     def is_idle() -> bool:
-        question = Question(cluster, session.recipe, endpoint, session.state / "movement.json", ask_token=False)
+        question = Question(cluster, session.recipe, endpoint, session.state, ask_token=False)
         evidence = status_look.look(replace(question, patience=_GLANCE_SECONDS, remembers=False)).evidence
         return bool(evidence.samples) and not evidence.in_flight
 

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from pydantic import SecretStr
 
 from sparkserve import adoption, chat_template, derive, engine, image, link, tuning, weights
 from sparkserve.blueprint import build_specs
 from sparkserve.cluster import Deployment, Node, Role
-from sparkserve.container import ContainerSpec, check_resolved, with_secrets
-from sparkserve.endpoint import open_endpoint
+from sparkserve.container import check_resolved, with_secrets
+from sparkserve.endpoint import Endpoint, open_endpoint
 from sparkserve.engine_watch import Launch
-from sparkserve.errors import Failures
-from sparkserve.parameters import read_secrets
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, Failures, SparkserveError
+from sparkserve.parameters import read_api_key, read_secrets, secrets_to_mask
 from sparkserve.placeholders import PLACEHOLDER, render
 from sparkserve.plan import Change
-from sparkserve.status import serving_of
+from sparkserve.records import Pair
 from sparkserve.status_look import Question, look
 
 Links = dict[Role, link.LinkFacts]
-
-
-def secrets_of(deployment: Deployment) -> tuple[SecretStr | None, ...]:
-    """List everything that must never show in a log."""
-    values = read_secrets(deployment.settings)
-    return deployment.settings.hf_token, values.pop("api_key", None), *values.values()
 
 
 def plan_preparation(deployment: Deployment) -> list[Change]:
@@ -90,31 +82,36 @@ def plan_start(
     earlier: Iterable[Change],
     skipped_checks: tuple[str, ...] = (),
     *,
-    dry_run: bool,
+    dry_run: bool = False,
 ) -> Starting:
     """Plan the start of both ranks, which needs every earlier change."""
     links = deployment.cluster.on_both(link.gather)
     specs = build_specs(deployment, links)
-    status = look(replace(ask_status(deployment, specs, runs_dir.parent), remembers=not dry_run))
+    endpoint = open_endpoint(deployment.settings, deployment.recipe)
+    digests = {role: spec.digest for role, spec in specs.items()}
+    state = runs_dir.parent
+    status = look(Question(deployment.cluster, deployment.recipe, endpoint, state, digests, remembers=not dry_run))
     if status.unseen:
         raise Failures(list(status.unseen.values()))
     launch = Launch(
         specs=specs,
         run=engine.new_run(),
-        endpoint=open_endpoint(deployment.settings, deployment.recipe),
+        endpoint=endpoint,
         runs_dir=runs_dir,
         first_start=not all(deployment.cluster.on_both(lambda node: is_warm(deployment, node)).values()),
-        serving=serving_of(status.verdict),
+        seen=status.verdict.state,
         needs=tuple(change.key for change in earlier),
-        secrets=secrets_of(deployment),
-        filling=read_secrets(deployment.settings),
+        secrets=secrets_to_mask(deployment.settings),
         kernels={role: facts.kernel for role, facts in status.facts.items()},
         skipped_checks=skipped_checks,
     )
     changes = engine.plan(deployment, status.facts, launch)
+    if not changes and status.verdict.state == "unknown":
+        message = f"the pair runs as wanted, but whether it answers cannot be seen: {'; '.join(status.verdict.reasons)}"
+        raise SparkserveError("answers_unseen", message, "sparkserve status", exit_code=EXIT_COULD_NOT_LOOK)
     for spec in launch.specs.values() if changes else ():
         check_resolved(spec)
-        with_secrets(spec, launch.filling)
+        with_secrets(spec, read_secrets(deployment.settings))
     runs = {one.run for facts in status.facts.values() for one in facts.containers if one.is_running}
     running = runs.pop() if len(runs) == 1 else ""
     if all(change.resource == "ready" for change in changes):
@@ -122,15 +119,22 @@ def plan_start(
     return Starting(changes, links, launch, running)
 
 
-def ask_status(deployment: Deployment, specs: Mapping[Role, ContainerSpec], state: Path) -> Question:
-    """Build the question of a status: what runs, compared with what is wanted."""
-    return Question(
-        deployment.cluster,
-        deployment.recipe,
-        open_endpoint(deployment.settings, deployment.recipe),
-        state / "movement.json",
-        {role: spec.digest for role, spec in specs.items()},
+def plan_recorded(
+    deployment: Deployment, pair: Pair, run: str, runs_dir: Path, skipped_checks: tuple[str, ...] = ()
+) -> Starting:
+    """Plan the start of a pair exactly as it was recorded, whatever runs now."""
+    settings = deployment.settings
+    launch = Launch(
+        specs=pair.specs,
+        run=run,
+        endpoint=Endpoint(pair.base_url, pair.model, read_api_key(settings)),
+        runs_dir=runs_dir,
+        seen="degraded",
+        secrets=secrets_to_mask(settings),
+        skipped_checks=skipped_checks,
     )
+    links = deployment.cluster.on_both(link.gather)
+    return Starting(engine.plan(deployment, deployment.cluster.on_both(engine.gather), launch), links, launch)
 
 
 def is_warm(deployment: Deployment, node: Node) -> bool:

@@ -72,7 +72,7 @@ class Prober:
         """Begin to ask."""
         self._thread.start()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Ask no more."""
         self._ended.set()
 

@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import SecretStr, TypeAdapter
+from pydantic import SecretStr, TypeAdapter, ValidationError
 
 from sparkserve import state_file
-from sparkserve.cluster import Deployment, Role
+from sparkserve.cluster import ROLES, Deployment, Role
 from sparkserve.container import ContainerSpec
-from sparkserve.endpoint import Endpoint
 from sparkserve.engine_watch import Launch
 from sparkserve.lock import Lock
 from sparkserve.recipe import Recipe
@@ -23,22 +22,34 @@ from sparkserve.settings import Settings, variable_name
 
 _KEPT = 100
 _SKIPPED = "skipped checks"
-Ending = Literal["under way", "answered", "failed", "interrupted"]
+_IMAGE_ID = "image id"
+Ending = Literal["under way", "answered", "failed", "interrupted", "killed"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What brings a pair back without the files and the network that made it."""
+
+    specs: dict[Role, ContainerSpec]
+    recipe: Recipe
+    lock: Lock
+    base_url: str
+    model: str
+    first_start: bool = False
 
 
 @dataclass
 class Record:
     """One start. `decided` is all that decides it, flat, so that two starts can be compared line by line.
 
-    `pair` holds what brings the same pair back without the files and the network that made it: both specs, the recipe,
-    the lock and the address.
+    `pair` is a `Pair` in plain words.
     """
 
     run: str
     command: str
     recipe: str
     begun: float
-    decided: Mapping[str, str]
+    decided: dict[str, str]
     pair: Mapping[str, Any]
     ending: Ending = "under way"
     seconds: float = 0.0
@@ -49,12 +60,9 @@ class Record:
 def open_record(command: str, deployment: Deployment, launch: Launch) -> Record:
     """Begin the record of a start."""
     settings, recipe, lock = deployment.settings, deployment.recipe, deployment.lock
-    pair = {
-        "specs": {role: asdict(spec.of_run(launch.run)) for role, spec in launch.specs.items()},
-        "recipe": recipe.model_dump(mode="json", by_alias=True),
-        "lock": lock.model_dump(mode="json", by_alias=True),
-        "address": {"base_url": launch.endpoint.base_url, "model": launch.endpoint.model},
-    }
+    specs = {role: spec.of_run(launch.run) for role, spec in launch.specs.items()}
+    made = Pair(specs, recipe, lock, launch.endpoint.base_url, launch.endpoint.model, launch.first_start)
+    pair = TypeAdapter(Pair).dump_python(made, mode="json", by_alias=True)
     decided = {**_settings_of(settings), **_sources_of(lock)}
     decided["recipe"] = f"{recipe.name} {hashlib.sha256(json.dumps(pair['recipe']).encode()).hexdigest()[:12]}"
     decided["image"] = launch.specs["head"].image
@@ -83,13 +91,21 @@ def close_record(record: Record, ending: Ending, launch: Launch, error: str = ""
     record.ending, record.error = ending, error
     record.seconds = round(time.time() - record.begun, 3)
     record.phases = {name: round(seconds, 3) for name, seconds in launch.phases.items()}
+    record.decided |= {f"{_IMAGE_ID} of the {role}": image for role, image in launch.images.items()}
 
 
 def changed_since(record: Record, earlier: Record) -> list[str]:
-    """List what decides a start and is not as it was at an earlier one."""
+    """List what decides a start and is not as it was at an earlier one; a start may end before it knows its images."""
     names = sorted(record.decided.keys() | earlier.decided.keys())
     pairs = [(name, earlier.decided.get(name, ""), record.decided.get(name, "")) for name in names]
+    pairs = [(name, old, new) for name, old, new in pairs if (old and new) or not name.startswith(_IMAGE_ID)]
     return [f"{name}: {old or 'not set'} -> {new or 'not set'}" for name, old, new in pairs if old != new]
+
+
+def is_same_pair(record: Record, earlier: Record) -> bool:
+    """Whether two starts were of the same containers, judged by the same recipe."""
+    names = ("recipe", *(f"spec of the {role}" for role in ROLES))
+    return all(record.decided.get(name) == earlier.decided.get(name) for name in names)
 
 
 def skipped_checks(record: Record | None) -> tuple[str, ...]:
@@ -97,24 +113,12 @@ def skipped_checks(record: Record | None) -> tuple[str, ...]:
     return tuple(record.decided.get(_SKIPPED, "").split()) if record else ()
 
 
-def specs_of(record: Record) -> dict[Role, ContainerSpec]:
-    """Give the containers of a recorded start."""
-    return TypeAdapter(dict[Role, ContainerSpec]).validate_python(record.pair["specs"])
-
-
-def recipe_of(record: Record) -> Recipe:
-    """Give the recipe of a recorded start."""
-    return Recipe.model_validate(record.pair["recipe"])
-
-
-def lock_of(record: Record) -> Lock:
-    """Give the lock of a recorded start."""
-    return Lock.model_validate(record.pair["lock"])
-
-
-def address_of(record: Record, api_key: SecretStr | None) -> Endpoint:
-    """Give the API of a recorded start."""
-    return Endpoint(record.pair["address"]["base_url"], record.pair["address"]["model"], api_key)
+def pair_of(record: Record | None) -> Pair | None:
+    """Give the pair of a recorded start; none where another version of sparkserve wrote it in its own way."""
+    try:
+        return TypeAdapter(Pair).validate_python(record.pair) if record else None
+    except ValidationError:
+        return None
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -127,9 +131,9 @@ def save_record(runs_dir: Path, record: Record) -> None:
         old.unlink()
 
 
-def read_records(runs_dir: Path) -> list[Record]:
-    """Read all records, newest first; one that cannot be read is left out."""
-    found = (state_file.read(path) for path in sorted(runs_dir.glob("*/record.json"), reverse=True))
+def read_records(runs_dir: Path, run: str = "*") -> list[Record]:
+    """Read all records, newest first, or that of one run; one that cannot be read is left out."""
+    found = (state_file.read(path) for path in sorted(runs_dir.glob(f"{run}/record.json"), reverse=True))
     known = set(Record.__dataclass_fields__)
     return [Record(**raw) for raw in found if raw.keys() == known]
 
@@ -148,11 +152,15 @@ class Wanted:
     since: float = 0.0
 
 
-def keep_wanted(state: Path, *, serving: bool, recipe: str = "") -> None:
-    """Note what the owner asked for."""
-    state_file.write(state / "wanted.json", asdict(Wanted(serving, recipe, time.time())))
+def keep_wanted(state: Path, *, serving: bool, recipe: str = "", since: float | None = None) -> None:
+    """Note what the owner asked for, now or at an earlier moment."""
+    wanted = Wanted(serving, recipe, time.time() if since is None else since)
+    state_file.write(state / "wanted.json", asdict(wanted))
 
 
 def read_wanted(state: Path) -> Wanted:
     """Read what the owner asked for; nothing where nothing was ever started."""
-    return Wanted(**state_file.read(state / "wanted.json"))
+    try:
+        return TypeAdapter(Wanted).validate_python(state_file.read(state / "wanted.json"))
+    except ValidationError:  # of another version, or edited
+        return Wanted()

@@ -28,6 +28,12 @@ class EndpointError(SparkserveError):
 
     status: int = 0
 
+    @property
+    def told(self) -> str:
+        """The error with the first of the engine's own words, in one line."""
+        details = " ".join(self.details.split())[:300]
+        return f"{self.message}: {details}" if details else self.message
+
 
 @dataclass(frozen=True)
 class Completion:

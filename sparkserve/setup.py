@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkserve import link, ssh_trust, system
 from sparkserve.checks import show_size
@@ -22,11 +22,14 @@ from sparkserve.cluster import ROLES, Cluster, Node, Role, connect
 from sparkserve.env_file import render
 from sparkserve.errors import SparkserveError, usage_error
 from sparkserve.hosts import LocalHost
-from sparkserve.lifecycle import Voice, find_recipe
+from sparkserve.lifecycle import find_recipe
 from sparkserve.link import LinkFacts, Proposal
 from sparkserve.recipe import Recipe
 from sparkserve.settings import Loaded, Settings, check_answer, load, parse_env, variable_name
 from sparkserve.system import DiskFacts, SystemFacts, parse_disk
+
+if TYPE_CHECKING:
+    from sparkserve.output import Output
 
 # What is asked, and the flag that answers it where nobody can be asked.
 QUESTIONS = {
@@ -99,7 +102,7 @@ class Choices:
     """The settings under way: what is given stands, the rest is asked with a default."""
 
     loaded: Loaded
-    voice: Voice
+    voice: Output
     values: dict[str, str] = field(default_factory=dict)
 
     def is_given(self, name: str) -> bool:
@@ -133,7 +136,7 @@ class Choices:
 
 
 @contextmanager
-def init(wish: Wish, voice: Voice, show: Callable[[Setup], None]) -> Iterator[Setup]:
+def init(wish: Wish, voice: Output, show: Callable[[Setup], None]) -> Iterator[Setup]:
     """Make the worker known, look at both nodes, and write their `.env`; `show` gets what was seen before it asks."""
     path = wish.env_file.resolve()
     if wish.from_running and wish.dry_run:

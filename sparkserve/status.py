@@ -65,12 +65,16 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a good pair looks like; a digest that is not known is not compared."""
+    """What a good pair looks like; a digest that is not known is not compared.
+
+    `answered` tells whether these containers have answered already, `start_seconds` how long they may take until then.
+    """
 
     digests: Mapping[Role, str] = field(default_factory=dict)
     recipe: str = ""
     stalled_seconds: float = 120.0
     start_seconds: float = 3600.0
+    answered: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,9 @@ def _judge_answers(evidence: Evidence, expected: Expected, up_seconds: float) ->
 
 def _judge_loading(evidence: Evidence, expected: Expected, up_seconds: float) -> Verdict:
     phases = tuple(f"rank {ROLES.index(role)}: {phase}" for role, phase in evidence.phases.items() if phase)
+    if expected.answered:
+        how = "HTTP is closed" if evidence.http == "closed" else "it answers that it loads"
+        return Verdict("degraded", (f"{how}, though it has served already", *phases))
     if up_seconds > expected.start_seconds:
         late = f"no answer {up_seconds:.0f} s after the start, more than {expected.start_seconds:.0f} s"
         return Verdict("degraded", (late, *phases))
@@ -185,10 +192,3 @@ def _judge_busy(evidence: Evidence, expected: Expected) -> Verdict:
         return Verdict("stalled", (still, *evidence.problems))
     reason = f"busy ({still}; it counts as stalled from {expected.stalled_seconds:.0f} s on)"
     return Verdict("running", (reason, *evidence.problems))
-
-
-def serving_of(verdict: Verdict) -> Literal["answers", "loads", "broken"]:
-    """Tell a start what a pair that runs as wanted is doing; what could not be seen is left alone."""
-    if verdict.state in ("running", "unknown"):
-        return "answers"
-    return "loads" if verdict.state == "starting" else "broken"

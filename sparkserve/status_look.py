@@ -7,21 +7,22 @@ container with the same counters and requests in flight counts from there. Any m
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from sparkserve import state_file
-from sparkserve.cluster import ROLES, Cluster, Node, Role
+from sparkserve.cluster import Cluster, Node, Role
 from sparkserve.endpoint import Endpoint
-from sparkserve.engine_facts import Facts, gather
+from sparkserve.engine_facts import ContainerFacts, Facts, gather
 from sparkserve.engine_logs import LogFollower, LogLine, match_failure, match_phase
 from sparkserve.errors import SparkserveError
 from sparkserve.recipe import Counters, Recipe
+from sparkserve.records import read_records
 from sparkserve.replies import EndpointError
-from sparkserve.status import Evidence, Expected, Sample, Verdict, find_missing, judge, uptime
+from sparkserve.status import Evidence, Expected, Sample, Verdict, find_missing, judge
 
 _TAIL = 200
 _APART_SECONDS = 0.7
@@ -39,18 +40,28 @@ class Question:
     cluster: Cluster
     recipe: Recipe
     endpoint: Endpoint
-    movement_file: Path
+    state: Path
     wanted: Mapping[Role, str] = field(default_factory=dict)
     patience: float = 6.0
     ask_token: bool = True
     remembers: bool = True
 
     @property
-    def expected(self) -> Expected:
-        """What a good pair looks like by the recipe."""
-        counters = self.recipe.counters
+    def movement_file(self) -> Path:
+        """Since when nothing moves."""
+        return self.state / "movement.json"
+
+    def expected(self, head: ContainerFacts | None) -> Expected:
+        """Say what a good pair looks like, by the recipe and by the record of its start."""
+        counters, readiness = self.recipe.counters, self.recipe.readiness
         stalled = counters.stalled_seconds if counters else 120
-        return Expected(self.wanted, self.recipe.name, stalled, self.recipe.readiness.first_seconds)
+        record = next(iter(read_records(self.state / "runs", head.run)), None) if head and head.run else None
+        # The record of a pair that was brought back, or started by hand, tells of an earlier life.
+        answered_at = record.begun + record.seconds if record and record.ending == "answered" else 0.0
+        answered = head is not None and answered_at >= (head.started_at or 0.0) > 0
+        is_later = record is not None and not record.pair.get("first_start", True)
+        seconds = readiness.later_seconds if is_later else readiness.first_seconds
+        return Expected(self.wanted, self.recipe.name, stalled, seconds, answered)
 
 
 @dataclass(frozen=True)
@@ -62,34 +73,6 @@ class Status:
     unseen: Mapping[Role, SparkserveError]
     evidence: Evidence
 
-    def data(self) -> dict[str, Any]:
-        """Give it as plain data for the output."""
-        last = self.evidence.samples[-1] if self.evidence.samples else None
-        return {
-            "state": self.verdict.state,
-            "reasons": list(self.verdict.reasons),
-            "uptime_seconds": uptime(self.facts),
-            "requests_running": last.running if last else None,
-            "requests_waiting": last.waiting if last else None,
-            "tokens_per_second": self.evidence.tokens_per_second if self.evidence.in_flight else None,
-            "phases": dict(self.evidence.phases),
-            "nodes": {role: _node_data(self.facts[role], ROLES.index(role)) for role in ROLES if role in self.facts},
-        }
-
-
-def _node_data(facts: Facts, rank: int) -> dict[str, Any]:
-    container = facts.of_rank(rank)
-    memory = facts.memory
-    return {
-        "container": container.describe() if container else "absent",
-        "spec": container.spec if container else None,
-        "run": container.run if container else None,
-        "recipe": container.recipe if container else None,
-        "memory_total_bytes": memory.total,
-        "memory_available_bytes": memory.available,
-        "swap_used_bytes": memory.swap_used,
-    }
-
 
 def look(question: Question) -> Status:
     """Look at the pair once."""
@@ -98,11 +81,12 @@ def look(question: Question) -> Status:
     unseen = {**lost, **unseen}
     evidence = _read_logs(lines, question.recipe)
     runs = any(container.is_running for seen in facts.values() for container in seen.containers)
-    if runs and not unseen and not find_missing(facts, question.expected) and not evidence.broken_lines:
-        head = facts["head"].of_rank(0)
+    head = facts["head"].of_rank(0) if "head" in facts else None
+    expected = question.expected(head)
+    if runs and not unseen and not find_missing(facts, expected) and not evidence.broken_lines:
         evidence = _ask_engine(question, evidence, head.id if head else "")
     told = {role: error.message for role, error in unseen.items()}
-    return Status(judge(facts, told, evidence, question.expected), facts, unseen, evidence)
+    return Status(judge(facts, told, evidence, expected), facts, unseen, evidence)
 
 
 def _last_lines(node: Node, facts: Facts | None) -> list[LogLine]:
@@ -144,12 +128,12 @@ def _ask_engine(question: Question, evidence: Evidence, container: str) -> Evide
         # Without counters a token is the only proof that is left.
         return _probe(question, replace(evidence, problems=(*problems, f"no counters: {error.message}")))
     evidence = replace(evidence, samples=samples)
-    in_flight = bool(samples) and samples[-1].in_flight
-    if in_flight and not evidence.moved:
+    if evidence.in_flight and not evidence.moved:
         return replace(evidence, still_seconds=_remember(question, container, samples))
     if question.remembers:
-        question.movement_file.unlink(missing_ok=True)
-    return evidence if in_flight else _probe(question, evidence)
+        with contextlib.suppress(OSError):
+            question.movement_file.unlink(missing_ok=True)
+    return evidence if evidence.in_flight else _probe(question, evidence)
 
 
 def _sample(question: Question, counters: Counters) -> tuple[Sample, ...]:
@@ -187,7 +171,7 @@ def _probe(question: Question, evidence: Evidence) -> Evidence:
     try:
         question.endpoint.one_token(_PROBE_SECONDS)
     except EndpointError as error:
-        problems = (*evidence.problems, _words(error))
+        problems = (*evidence.problems, error.told)
         if error.status == 503:
             return replace(evidence, probe="loading", problems=problems)
         if error.code != "endpoint_timeout":
@@ -209,11 +193,6 @@ def _look_again(question: Question, evidence: Evidence) -> Evidence:
     return evidence
 
 
-def _words(error: EndpointError) -> str:
-    details = " ".join(error.details.split())[:300]
-    return f"{error.message}: {details}" if details else error.message
-
-
 def _remember(question: Question, container: str, samples: tuple[Sample, ...]) -> float:
     """Give for how many seconds this container's counters have not moved with requests in flight."""
     now, moving = time.time(), dict(samples[-1].moving)
@@ -222,5 +201,6 @@ def _remember(question: Question, container: str, samples: tuple[Sample, ...]) -
     if known.get("container") == container and known.get("moving") == moving:
         return max(now - float(known["since"]), here)
     if question.remembers:
-        state_file.write(question.movement_file, {"container": container, "moving": moving, "since": now - here})
+        with contextlib.suppress(OSError):  # on a full disk each look counts for itself
+            state_file.write(question.movement_file, {"container": container, "moving": moving, "since": now - here})
     return here

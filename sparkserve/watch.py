@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from sparkserve.engine_watch import is_half_started
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, SparkserveError, flatten
+from sparkserve.plan import ApplyReport
 from sparkserve.records import Wanted
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ Kind = Literal[
     "waiting", "gave_up", "call_failed",
 ]  # fmt: skip
 BROKEN = ("stopped", "degraded", "stalled")
+_RESTARTS = ("restarted", "restart_failed")
 _LOOK_SECONDS = 1.0
 # An idle engine is asked for a token so rarely that nobody notices.
 _TOKEN_SECONDS = 30.0
@@ -51,24 +54,28 @@ class Journal:
         self.path = path
         self._call = list(call)
         self._called: list[subprocess.Popen[bytes]] = []
+        self._unwritten: list[Event] = []
 
     def add(self, kind: Kind, text: str) -> Event:
         """Keep an event and tell the owner's command, which gets it as one JSON object on its standard input."""
         event = Event(time.time(), kind, text)
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(event)) + "\n")
-        self._shorten()
+        try:
+            self._write(event)
+        except OSError:  # a disk that takes nothing must not end the watch, which counts its restarts all the same
+            self._unwritten.append(event)
         if self._call and kind != "call_failed":
             self._tell(event)
         return event
 
-    def _shorten(self) -> None:
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+    def _write(self, event: Event) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
         if len(lines) > 2 * _EVENTS_KEPT:
             beside = self.path.with_suffix(f".{os.getpid()}")
             beside.write_text("".join(lines[-_EVENTS_KEPT:]), encoding="utf-8")
             beside.replace(self.path)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(event)) + "\n")
 
     def _tell(self, event: Event) -> None:
         try:
@@ -93,12 +100,12 @@ class Journal:
                 yield self.add("call_failed", f"{shlex.join(self._call)} ended with exit code {called.returncode}")
 
     def read(self) -> list[Event]:
-        """Give all events, oldest first."""
+        """Give all events, oldest first; what could not be written comes last."""
         try:
             lines = self.path.read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError:
-            return []
-        return [event for event in map(_read_event, lines) if event]
+        except OSError:
+            lines = []
+        return [event for event in map(_read_event, lines) if event] + self._unwritten
 
 
 def _read_event(line: str) -> Event | None:
@@ -108,32 +115,25 @@ def _read_event(line: str) -> Event | None:
         return None
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What a watch asks and does: a look (with or without asking for a token), a restart, the owner's last word.
+@dataclass
+class Watch:
+    """Looks again and again; gives events only when something changed or was done.
 
-    `busy` tells whether another command is at work on the pair.
+    It is told how to look (with or without asking for a token), how to restart, what the owner's last word was, and
+    whether another command is at work on the pair.
     """
 
     look: Callable[[bool], Status]
     restart: Callable[[], str]
     wanted: Callable[[], Wanted]
     busy: Callable[[], bool]
+    journal: Journal
     restarts_per_hour: int = 3
-
-
-class Watch:
-    """Looks again and again; gives events only when something changed or was done."""
-
-    def __init__(self, rules: Rules, journal: Journal) -> None:
-        self._rules = rules
-        self._journal = journal
-        self._told = ""
-        self._bad_looks = 0
-        self._token_at = float("-inf")
-        self._rest_until = 0.0
-        self._gave_up = False
-        self._waits = ""
+    _told: str = ""
+    _bad_looks: int = 0
+    _token_at: float = float("-inf")
+    _rest_until: float = 0.0
+    _waits: str = ""
 
     def run(self) -> Iterator[Event]:
         """Watch until somebody ends it."""
@@ -146,14 +146,15 @@ class Watch:
 
     def step(self) -> Iterator[Event]:
         """Look once, tell what changed, and do what follows."""
-        yield from self._journal.reap()
+        yield from self.journal.reap()
         state, reasons = self._look()
         yield from self._tell_once(state, "; ".join(reasons))
         self._bad_looks = self._bad_looks + 1 if state in BROKEN else 0
+        self._waits = "" if state == "running" else self._waits
         if self._bad_looks < 2 or time.monotonic() < self._rest_until:
             return
-        wanted = self._rules.wanted()
-        if wanted.serving and not self._rules.busy():
+        wanted = self.wanted()
+        if wanted.serving and not self.busy():
             yield from self._repair(wanted, "; ".join(reasons))
 
     def _look(self) -> tuple[Kind, tuple[str, ...]]:
@@ -162,8 +163,8 @@ class Watch:
         if ask_token:
             self._token_at = now
         try:
-            status = self._rules.look(ask_token)
-        except SparkserveError as error:
+            status = self.look(ask_token)
+        except (SparkserveError, OSError) as error:
             return "unknown", (str(error),)
         return status.verdict.state, status.verdict.reasons
 
@@ -172,33 +173,40 @@ class Watch:
         mark = f"{kind} {_SECONDS.sub('', text)}" if kind in BROKEN else kind
         if mark != self._told:
             self._told = mark
-            yield self._journal.add(kind, text)
+            yield self.journal.add(kind, text)
 
     def _repair(self, wanted: Wanted, why: str) -> Iterator[Event]:
-        since = max(time.time() - _HOUR, wanted.since)
-        done = [one for one in self._journal.read() if one.kind in ("restarted", "restart_failed") and one.at > since]
-        if len(done) >= self._rules.restarts_per_hour:
-            text = f"{len(done)} restarts within an hour did not help: {why}; it stays down until `sparkserve start`"
-            if not self._gave_up:
-                self._gave_up = True
-                yield self._journal.add("gave_up", text)
+        events = [event for event in self.journal.read() if event.at > wanted.since]
+        if any(event.kind == "gave_up" for event in events):
             return
-        self._gave_up = False
+        done = [event for event in events if event.kind in _RESTARTS and event.at > time.time() - _HOUR]
+        if len(done) >= self.restarts_per_hour:
+            text = f"{len(done)} restarts within an hour did not help: {why}; it stays down until `sparkserve start`"
+            yield self.journal.add("gave_up", text)
+            return
         if not self._waits:
-            yield self._journal.add("restarting", why)
+            yield self.journal.add("restarting", why)
         self._rest_until = time.monotonic() + _REST_SECONDS
         try:
-            proof = self._rules.restart()
-        except SparkserveError as error:
-            if error.exit_code not in (EXIT_NOT_READY, EXIT_COULD_NOT_LOOK):
-                self._waits = ""
-                yield self._journal.add("restart_failed", _words(error))
-            elif self._waits != _words(error):  # nothing was started: a link or an engine may come up yet
-                self._waits = _words(error)
-                yield self._journal.add("waiting", self._waits)
+            proof = self.restart()
+        except (SparkserveError, OSError) as error:
+            yield from self._tell_failure(error)
             return
         self._bad_looks, self._told, self._waits = 0, "", ""
-        yield self._journal.add("restarted", proof)
+        yield self.journal.add("restarted", proof)
+
+    def _tell_failure(self, error: SparkserveError | OSError) -> Iterator[Event]:
+        """Tell of a restart that failed, and count it; one that began nothing waits: for a link, an engine, a disk."""
+        words = _words(error) if isinstance(error, SparkserveError) else str(error)
+        report = getattr(error, "report", None)
+        has_begun = isinstance(report, ApplyReport) and is_half_started(report)
+        could_not_begin = getattr(error, "exit_code", EXIT_NOT_READY) in (EXIT_NOT_READY, EXIT_COULD_NOT_LOOK)
+        if has_begun or not could_not_begin:
+            self._waits = ""
+            yield self.journal.add("restart_failed", words)
+        elif self._waits != words:
+            self._waits = words
+            yield self.journal.add("waiting", words)
 
 
 def _words(error: SparkserveError) -> str:

@@ -53,7 +53,8 @@ class Container:
             "FinishedAt": stamp(self.finished) if self.finished else "0001-01-01T00:00:00Z",
         }
         config = {"Labels": self.labels, "Image": "image", "StopTimeout": 1}
-        return {"Id": self.id, "Name": f"/{self.name}", "State": state, "Config": config, "RestartCount": 0}
+        image = f"sha256:image-of-{self.name}"
+        return {"Id": self.id, "Name": f"/{self.name}", "Image": image, "State": state, "Config": config}
 
 
 def ours(rank: int, run: str = "run-1", spec: str = "", **more: Any) -> Container:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparkserve import attempt, records
+from sparkserve import attempt, link, planning, records
 from sparkserve.engine import gather
 from sparkserve.plan import ApplyReport, Plan, apply
 from sparkserve.planning import Starting
@@ -28,7 +28,7 @@ def make(scene: Scene, *, run: str, replaces: str = "", **more: Any) -> ApplyRep
     links: Any = {}
     start = Starting(changes, links, launch, replaces)
     carry = lambda plan: apply(plan, RecordingReporter())  # noqa: E731 - as short as it gets
-    return attempt.make(attempt.Attempt(scene.deployment, start, scene.directory, "start", carry), Plan(tuple(changes)))
+    return attempt.make(scene.deployment, start, "start", Plan(tuple(changes)), carry)
 
 
 def endings(scene: Scene) -> list[tuple[str, str]]:
@@ -39,6 +39,15 @@ def test_an_attempt_that_answers_is_recorded(scene: Scene) -> None:
     report = make(scene, run="run-1")
     assert not report.failed
     assert endings(scene) == [("run-1", "answered")]
+    decided = records.read_records(scene.directory / "runs")[0].decided
+    images = ("sha256:image-of-sparkserve-rank0", "sha256:image-of-sparkserve-rank1")
+    assert (decided["image id of the head"], decided["image id of the worker"]) == images
+
+
+def test_a_disk_that_takes_no_record_keeps_no_pair_down(scene: Scene) -> None:
+    scene.directory.mkdir()
+    (scene.directory / "runs").write_text("a file in the way")
+    assert not make(scene, run="run-1").failed
 
 
 def test_a_failed_attempt_tells_what_changed(scene: Scene) -> None:
@@ -55,9 +64,31 @@ def test_a_failed_attempt_tells_what_changed(scene: Scene) -> None:
     assert endings(scene) == [("run-2", "failed"), ("run-1", "answered")]
 
 
-def test_the_replaced_pair_comes_back(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "address_of", lambda *_: scene.launch().endpoint)
+def created(scene: Scene) -> list[str]:
+    return [event for node in scene.nodes for event in node.events if event.startswith("create")]
+
+
+def test_a_failed_restart_of_the_same_pair_is_not_tried_once_more(scene: Scene) -> None:
     make(scene, run="run-1")
+    for rank, (node, spec) in enumerate(zip(scene.nodes, scene.launch().specs.values(), strict=True)):
+        node.containers = [ours(rank, run="run-1", spec=spec.digest)]
+        node.events.clear()
+    scene.when_both_run(lambda _head, worker: worker.end(1))
+    scene.answers = None
+    (_, error), *_ = make(scene, run="run-2", replaces="run-1", seen="degraded").failed
+    assert "rank 1 ended" in error.message
+    assert "brought back" not in error.details
+    assert created(scene) == ["create sparkserve-rank0", "create sparkserve-rank1"]
+    assert not any(node.containers for node in scene.nodes)
+
+
+def test_the_replaced_pair_comes_back(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "Endpoint", lambda *_: scene.launch().endpoint)
+    monkeypatch.setattr(link, "gather", lambda _node: None)
+    make(scene, run="run-1")
+    record = records.read_records(scene.directory / "runs")[0]
+    decided = {**record.decided, "spec of the head": "old"}
+    records.save_record(scene.directory / "runs", replace(record, decided=decided))
     for rank, node in enumerate(scene.nodes):
         node.containers = [ours(rank, run="run-1", spec="sha256:old")]
     refusals = iter(["no such flag"])
@@ -92,6 +123,6 @@ def test_an_interrupted_attempt_is_recorded(scene: Scene) -> None:
 
     start = Starting([], links, launch)
     with pytest.raises(KeyboardInterrupt):
-        attempt.make(attempt.Attempt(scene.deployment, start, scene.directory, "start", carry), Plan(()))
+        attempt.make(scene.deployment, start, "start", Plan(()), carry)
     assert endings(scene) == [("run-2", "interrupted")]
     assert gather(scene.cluster.head).containers == ()

@@ -5,13 +5,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sparkserve.cluster import Cluster
 from sparkserve.endpoint import Endpoint
 from sparkserve.errors import DOCKER_PROBLEMS, EXIT_COULD_NOT_LOOK, SparkserveError
+from sparkserve.operate_tables import status_data
+from sparkserve.operations import View
 from sparkserve.recipe_source import load_recipe
+from sparkserve.records import Record, save_record
 from sparkserve.status_look import Question, Status, look
 from tests.component.docker_node import DockerNode, ours
 from tests.fakes import FakeSession, make_cluster
@@ -38,7 +42,7 @@ def question(pair: Pair, tmp_path: Path) -> Iterator[Question]:
     assert counters is not None
     recipe = recipe.model_copy(update={"counters": counters.model_copy(update={"stalled_seconds": 2})})
     cluster = make_pair(DockerNode(ours(0)), DockerNode(ours(1)))
-    yield Question(cluster, recipe, endpoint, tmp_path / "state" / "movement.json", patience=1.0)
+    yield Question(cluster, recipe, endpoint, tmp_path / "state", patience=1.0)
     endpoint.close()
 
 
@@ -60,8 +64,8 @@ def test_idle(question: Question, pair: Pair) -> None:
     assert status.verdict.state == "running", told(status)
     assert time.monotonic() - begun < 0.8
     assert pair.metrics()["tensorfold:generation_tokens_total"] - before == 1
-    data = status.data()
-    assert (data["requests_running"], data["tokens_per_second"]) == (0, None)
+    data = status_data(View(status, 4096))
+    assert (data["context"], data["requests_running"], data["tokens_per_second"]) == (4096, 0, None)
     assert data["nodes"]["worker"]["memory_available_bytes"] == 121_000_000 * 1024
     assert 0 <= data["uptime_seconds"] < 60
 
@@ -72,7 +76,7 @@ def test_busy_is_proved_by_counters_and_not_disturbed(question: Question, pair: 
     status = look(question)
     assert status.verdict.state == "running", told(status)
     assert "busy (1 running, 0 waiting); the counters move" in told(status)
-    assert 50 < status.data()["tokens_per_second"] < 200
+    assert 50 < (status.evidence.tokens_per_second or 0) < 200
     pair.script(decode_tokens_per_second=100_000)
     finish()
     assert pair.metrics()["tensorfold:requests_total"] == 1, "a busy engine was sent a request of ours"
@@ -182,6 +186,39 @@ def test_a_broken_lane_in_the_log_is_enough(question: Question, pair: Pair) -> N
     assert pair.metrics()["tensorfold:requests_total"] == 0
 
 
+@pytest.mark.parametrize(
+    ("record", "state"),
+    [
+        ({"ending": "answered"}, "degraded"),
+        ({"ending": "under way"}, "starting"),
+        ({"ending": "answered", "begun": -1000.0}, "starting"),  # it was brought back since
+        ({"run": "run-0", "ending": "answered"}, "starting"),
+    ],
+)
+def test_closed_http_is_judged_by_whether_these_containers_have_answered(
+    question: Question, pair: Pair, record: dict[str, Any], state: str
+) -> None:
+    pair.stop()
+    begun = time.time() + record.pop("begun", 0.0)
+    made = Record(
+        **{"run": "run-1", "ending": "", **record}, command="start", recipe="", begun=begun, decided={}, pair={}
+    )
+    save_record(question.state / "runs", replace(made, seconds=1.0))
+    assert look(question).verdict.state == state
+
+
+@pytest.mark.parametrize(("first_start", "state"), [(True, "starting"), (False, "degraded")])
+def test_a_later_start_has_its_own_deadline(question: Question, pair: Pair, first_start: bool, state: str) -> None:
+    pair.stop()
+    limits = question.recipe.readiness
+    ago = (limits.first_seconds + limits.later_seconds) / 2
+    assert limits.later_seconds < limits.first_seconds
+    save_record(question.state / "runs", Record("run-1", "start", "", 0.0, {}, {"first_start": first_start}))
+    begun = time.time() - ago
+    cluster = make_pair(DockerNode(ours(0, started=begun)), DockerNode(ours(1, started=begun)))
+    assert look(replace(question, cluster=cluster)).verdict.state == state
+
+
 def test_closed_http_is_starting_with_the_phase_of_each_rank(question: Question, pair: Pair) -> None:
     pair.stop()
     head = DockerNode(ours(0, log=[(time.time(), "[tensorfold] rank 0: layers 0..19 loaded (3 s, 40 GiB)")]))
@@ -196,7 +233,7 @@ def test_a_node_that_cannot_be_asked_makes_it_unknown(question: Question) -> Non
     status = look(replace(question, cluster=cluster))
     assert (status.verdict.state, status.verdict.exit_code) == ("unknown", 6)
     assert status.unseen["worker"].code == "ssh_timeout"
-    assert status.data()["nodes"]["head"]["container"] == "running"
+    assert status_data(View(status, None))["nodes"]["head"]["container"] == "running"
 
 
 @pytest.mark.parametrize("problem", ["missing", "refused", "permission", "timeout"])

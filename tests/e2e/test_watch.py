@@ -15,6 +15,7 @@ from tests.e2e.load import fill_every_slot
 from tests.e2e.test_engine_faults import RANKS, names, state
 from tests.e2e.watching import Watching, watching
 from tests.lab.pair import HOME, Pair
+from tests.unit.cases import wait_for
 
 pytestmark = pytest.mark.faults
 NAMED_SECONDS = 3.0
@@ -56,13 +57,44 @@ def test_completions_that_fail_are_found_by_the_rare_token(serving: Pair) -> Non
         assert "the engine failed" in watch.wait_for("restart_failed", 40)["text"]
 
 
+def test_an_api_that_closes_after_it_served_is_broken_and_not_starting(serving: Pair) -> None:
+    refuse = ["INPUT", "-p", "tcp", "--dport", "8888", "-j", "REJECT", "--reject-with", "tcp-reset"]
+    with watching(serving) as watch:
+        watch.wait_for("running")
+        closed = time.time()
+        serving.head.run(["iptables", "-I", *refuse], user="root")
+        try:
+            degraded = watch.wait_for("degraded")
+            watch.wait_for("restarting")
+        finally:
+            serving.head.run(["iptables", "-D", *refuse], user="root")
+        assert degraded["at"] - closed < NAMED_SECONDS
+        assert "HTTP is closed, though it has served already" in degraded["text"]
+        watch.wait_for("restarted", 30)
+
+
+def test_a_stop_ends_the_restart_that_a_watch_is_at(serving: Pair) -> None:
+    with watching(serving) as watch:
+        watch.wait_for("running")
+        serving.script_engine(load_seconds_later=60)
+        serving.worker.docker("kill", RANKS[1])
+        watch.wait_for("restarting")
+        wait_for(lambda: bool(serving.worker.docker("ps", "-q").strip()), "rank 1 is made anew")
+        assert serving.ask("stop")["exit_code"] == 0
+        assert names(serving) == []
+        assert "stopped while it was restarted" in watch.wait_for("waiting")["text"]
+        time.sleep(2)
+        assert watch.kinds().count("restarting") == 1
+    assert names(serving) == []
+
+
 def test_a_circuit_breaker_leaves_it_down_and_says_why(serving: Pair) -> None:
     serving.write_settings(SPARKSERVE_RESTARTS_PER_HOUR="1")
     with watching(serving) as watch:
         watch.wait_for("running")
         serving.script_engine(exit_at={"at": "loading", "code": 3, "log": ["ValueError: broken for good"]})
         serving.worker.docker("kill", RANKS[1])
-        assert "ValueError: broken for good" in str(watch.wait_for("restart_failed", 30)) or names(serving) == []
+        assert "ValueError: broken for good" in watch.wait_for("restart_failed", 30)["text"]
         assert "stays down until `sparkserve start`" in watch.wait_for("gave_up", 30)["text"]
         time.sleep(3)
         assert watch.kinds().count("restarting") == 1

@@ -1,26 +1,35 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from sparkserve import engine, lifecycle, operations, records
-from sparkserve.cluster import Cluster, is_locked, pair_lock
+from sparkserve import attempt, engine, lifecycle, link, lock, operations, planning, records
+from sparkserve.cluster import Cluster, lock_holder, pair_lock
+from sparkserve.engine_facts import LOOK_SECONDS
 from sparkserve.engine_stop import Stopping
-from sparkserve.errors import SparkserveError
-from sparkserve.lifecycle import Session
-from sparkserve.lock import write_lock
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, EXIT_USAGE, SparkserveError
+from sparkserve.lifecycle import Outcome, Session
+from sparkserve.lock import LockedImage, write_lock
 from sparkserve.operations import Eyes
-from sparkserve.plan import Change
+from sparkserve.output import Mode, Output
+from sparkserve.plan import ApplyReport, Change, Interrupted
+from sparkserve.planning import Starting
+from sparkserve.records import Pair, Record, save_record
 from sparkserve.status import Evidence, Verdict
 from sparkserve.status_look import Question, Status
 from tests.component.docker_node import DockerNode
-from tests.fakes import make_cluster
-from tests.unit.deployments import make_lock
+from tests.fakes import FakeSession, make_cluster
+from tests.unit.cases import wait_for
+from tests.unit.deployments import make_deployment, make_lock
 
+NEWER = LockedImage(base="nvcr.io/nvidia/pytorch@sha256:" + "f" * 64)
 ENVIRONMENT = {"SPARKSERVE_WORKER": "spark@10.0.0.2"}
 
 
@@ -135,10 +144,10 @@ def test_a_recipe_that_is_started_meanwhile_is_looked_at(tmp_path: Path, monkeyp
 
 
 def test_a_watch_sees_that_another_command_is_at_work(tmp_path: Path) -> None:
-    assert not is_locked(tmp_path / "nosuch")
+    assert lock_holder(tmp_path / "nosuch") == ""
     with pair_lock(tmp_path, "start"):
-        assert is_locked(tmp_path)
-    assert not is_locked(tmp_path)
+        assert "`sparkserve start`" in lock_holder(tmp_path)
+    assert lock_holder(tmp_path) == ""
 
 
 def test_a_stop_is_the_owners_word_even_if_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +157,127 @@ def test_a_stop_is_the_owners_word_even_if_nothing_runs(tmp_path: Path, monkeypa
     for dry_run in (True, False):
         assert operations.stop(session, force=False, dry_run=dry_run).plan.is_empty
         assert records.read_wanted(session.state).serving is dry_run
+
+
+def test_a_refused_stop_leaves_the_owners_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = make_session(tmp_path)
+    records.keep_wanted(session.state, serving=True, recipe="smoke")
+    before = records.read_wanted(session.state)
+    Scene(monkeypatch)
+    with pair_lock(session.state, "start"), pytest.raises(SparkserveError, match="sparkserve start"):
+        operations.stop(session, force=False, dry_run=False)
+    assert records.read_wanted(session.state) == before
+
+
+def test_a_watch_that_restarts_the_pair_gives_way_to_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = make_session(tmp_path)
+    session.command = "watch"
+    records.keep_wanted(session.state, serving=True)
+    Scene(monkeypatch)
+    begun = threading.Event()
+
+    def restart(run: Session, _last: object) -> Outcome:
+        with pair_lock(session.state, "watch"):
+            begun.set()
+            wait_for(lambda: not run.is_wanted(), "the restart is told that nobody wants it")
+        raise Interrupted(ApplyReport())
+
+    def watch(**given: Any) -> Any:
+        return SimpleNamespace(run=lambda: iter([given["restart"]]))
+
+    monkeypatch.setattr(lifecycle, "restart", restart)
+    monkeypatch.setattr(operations, "Watch", watch)
+    watching = cast("Any", operations.watch(session))
+    restart_of_watch = next(watching)
+    with ThreadPoolExecutor(1) as aside:
+        ended = aside.submit(restart_of_watch)
+        assert begun.wait(5)
+        assert operations.stop(make_session(tmp_path), force=False, dry_run=False).plan.is_empty
+        with pytest.raises(SparkserveError, match="was stopped while it was restarted"):
+            ended.result(5)
+    assert not records.read_wanted(session.state).serving
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "is_new_lock", "comes_back"),
+    [
+        ("not_prepared", EXIT_NOT_READY, True, True),
+        ("not_prepared", EXIT_NOT_READY, False, False),
+        ("settings_invalid", EXIT_USAGE, False, True),
+        ("check_link_address", EXIT_NOT_READY, True, False),
+    ],
+)
+def test_a_restart_takes_the_recorded_pair_where_what_is_new_was_not_made_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, exit_code: int, *, is_new_lock: bool, comes_back: bool
+) -> None:
+    session = make_session(tmp_path)
+    session.voice = Output(Mode.QUIET)
+    session.skip_checks = ("swap",)
+    old = make_lock(session.recipe)
+    known = old.model_copy(update={"image": NEWER}) if is_new_lock else old
+    pair = Pair({}, session.recipe, old, "http://old", "old")
+
+    def refuse(*_: object) -> Outcome:
+        raise SparkserveError(code, "not now", exit_code=exit_code)
+
+    made: list[tuple[Any, ...]] = []
+
+    def plan_recorded(*given: Any) -> Starting:
+        made.append(given)
+        return Starting([], {}, cast("Any", None))
+
+    monkeypatch.setattr(lock, "read_lock", lambda *_: known)
+    monkeypatch.setattr(lifecycle, "run_steps", refuse)
+    monkeypatch.setattr(lifecycle, "prepare", lambda *_: None)
+    monkeypatch.setattr(lifecycle, "connect", lambda _: contextlib.nullcontext(make_cluster()))
+    monkeypatch.setattr(planning, "plan_recorded", plan_recorded)
+    monkeypatch.setattr(attempt, "make", lambda *_: ApplyReport())
+    if comes_back:
+        lifecycle.restart(session, pair)
+    else:
+        with pytest.raises(SparkserveError, match="not now"):
+            lifecycle.restart(session, pair)
+    assert [(one[0].lock, one[1], one[4]) for one in made] == [(old, pair, ("swap",))] * comes_back
+    with pytest.raises(SparkserveError, match="not now"):
+        lifecycle.restart(session, None)
+
+
+def test_a_start_that_cannot_see_whether_the_pair_answers_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unseen = Status(Verdict("unknown", ("no token within 5 s",)), {}, {}, Evidence())
+    for name, answer in (("build_specs", {}), ("look", unseen), ("is_warm", True)):
+        monkeypatch.setattr(planning, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(link, "gather", lambda _: None)
+    monkeypatch.setattr(engine, "plan", lambda *_: [])
+    with pytest.raises(SparkserveError, match="whether it answers cannot be seen: no token within 5 s") as caught:
+        planning.plan_start(make_deployment(), tmp_path / "runs", [])
+    assert caught.value.exit_code == EXIT_COULD_NOT_LOOK
+
+
+def test_what_holds_no_lock_is_not_under_way(tmp_path: Path) -> None:
+    session = make_session(tmp_path)
+    for run, ending in (("a", "under way"), ("b", "answered"), ("c", "under way")):
+        save_record(session.state / "runs", Record(run, "start", "", 0.0, {}, {}, cast("Any", ending)))
+    with pair_lock(session.state, "start"):
+        assert [one.ending for one in operations.history(session)] == ["under way", "answered", "killed"]
+    assert [one.ending for one in operations.history(session)] == ["killed", "answered", "killed"]
+
+
+def test_a_look_waits_for_no_silent_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    def silent(timeout: float = 60.0, **_fields: object) -> Any:
+        waited.append(timeout)
+        raise SparkserveError("session_timeout", "no answer", node="worker", exit_code=EXIT_COULD_NOT_LOOK)
+
+    worker = FakeSession(dict.fromkeys(("facts", "docker_logs"), silent))
+    monkeypatch.setattr(
+        operations, "connect", lambda *_a, **_k: contextlib.nullcontext(make_cluster(head=worker, worker=worker))
+    )
+    with Eyes(make_session(tmp_path)) as eyes:
+        assert eyes.view().status.verdict.state == "unknown"
+    assert max(waited) <= LOOK_SECONDS
 
 
 def test_a_stop_masks_the_api_key_too_and_needs_no_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,13 +31,36 @@ def test_what_was_recorded_brings_the_same_pair_back(tmp_path: Path) -> None:
     records.save_record(tmp_path, record)
     (found,) = records.read_records(tmp_path)
     deployment = make_deployment({"context": 4096})
+    pair = records.pair_of(found)
+    assert pair is not None
     for rank, role in enumerate(LINKS):
         spec = build_spec(deployment, rank, LINKS, FILES, IMAGE).of_run("run-1")
-        assert records.specs_of(found)[role] == spec
-    assert records.recipe_of(found).model_dump() == deployment.recipe.model_dump()
-    assert records.lock_of(found) == deployment.lock
-    assert records.address_of(found, None) == Endpoint("http://127.0.0.1:8888", "flash")
+        assert pair.specs[role] == spec
+    assert pair.recipe.model_dump() == deployment.recipe.model_dump()
+    assert pair.lock == deployment.lock
+    assert (pair.base_url, pair.model) == ("http://127.0.0.1:8888", "flash")
     assert found.phases == {"rank 0: loading layers 3": 1.235}
+
+
+@pytest.mark.parametrize("spoilt", [{}, {"recipe": {"name": "of another version"}}, {"base_url": None}])
+def test_a_pair_that_another_version_wrote_brings_nothing_back(spoilt: dict[str, object]) -> None:
+    record = make_record()
+    assert records.pair_of(replace(record, pair={**record.pair, **spoilt} if spoilt else {})) is None
+    assert records.pair_of(None) is None
+
+
+def test_the_same_pair_is_told_from_another() -> None:
+    record = make_record()
+    newer = replace(record, decided={**record.decided, "kernel of the head": "6.18", "image id of the head": "b"})
+    assert records.is_same_pair(newer, record)
+    assert not records.is_same_pair(make_record(context=8192), record)
+
+
+def test_an_image_that_a_failed_start_never_saw_is_no_change() -> None:
+    record = make_record()
+    ids = [replace(record, decided={**record.decided, "image id of the head": one}) for one in ("a", "b")]
+    assert records.changed_since(record, ids[0]) == []
+    assert records.changed_since(ids[1], ids[0]) == ["image id of the head: a -> b"]
 
 
 def test_a_record_holds_no_secret_and_only_its_owner_reads_it(tmp_path: Path) -> None:
@@ -97,6 +120,12 @@ def test_what_the_owner_wants(tmp_path: Path) -> None:
     assert wanted.since > 0
     records.keep_wanted(tmp_path, serving=False)
     assert not records.read_wanted(tmp_path).serving
+
+
+@pytest.mark.parametrize("text", ['{"other": 1}', '{"serving": "of course", "since": []}', "[1]", "{"])
+def test_a_word_of_the_owner_in_another_shape_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "wanted.json").write_text(text)
+    assert records.read_wanted(tmp_path) == Wanted(serving=False)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]"])

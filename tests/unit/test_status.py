@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sparkserve.engine_facts import ContainerFacts, Facts, Memory, Process
-from sparkserve.status import Evidence, Expected, Sample, Verdict, judge, serving_of, uptime
+from sparkserve.status import Evidence, Expected, Sample, Verdict, judge, uptime
 from tests.unit.cases import case_files, read_case
 
 WANTED = {"head": "sha256:0" * 4, "worker": "sha256:1" * 4}
@@ -29,7 +29,7 @@ def judge_case(case: dict[str, Any]) -> Verdict:
     given["samples"] = samples
     evidence = Evidence(**given)
     wanted: Any = case.get("wanted", WANTED)
-    expected = Expected(wanted, case.get("recipe", ""), stalled_seconds=120, start_seconds=3600)
+    expected = Expected(wanted, case.get("recipe", ""), 120, 3600, answered=case.get("answered", False))
     return judge(facts, case.get("unseen", {}), evidence, expected)
 
 
@@ -54,15 +54,3 @@ def test_uptime_is_by_the_clock_of_the_head() -> None:
     facts = {"head": read_facts([row], 1090.5)}
     assert uptime(facts) == 90.5  # type: ignore[arg-type] # the key is a role
     assert uptime({}) is None
-
-
-def test_a_start_leaves_alone_what_could_not_be_seen() -> None:
-    expected = {
-        "running": "answers",
-        "unknown": "answers",
-        "starting": "loads",
-        "stalled": "broken",
-        "degraded": "broken",
-    }
-    states: Any = expected
-    assert {state: serving_of(Verdict(state, ())) for state in states} == expected

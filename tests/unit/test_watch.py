@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import time
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 
 from sparkserve import watch as watching
-from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, SparkserveError
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, Failures, SparkserveError
+from sparkserve.plan import Applied, ApplyReport, Change
 from sparkserve.records import Wanted
 from sparkserve.status import Evidence, Verdict
 from sparkserve.status_look import Status
-from sparkserve.watch import Event, Journal, Rules, Watch
+from sparkserve.watch import Event, Journal, Watch
 
 
 @dataclass
@@ -30,6 +32,7 @@ class Scene:
     busy: bool = False
     asked: list[bool] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    watch: Watch | None = None
 
     def look(self, ask_token: bool) -> Status:
         self.asked.append(ask_token)
@@ -40,17 +43,20 @@ class Scene:
 
     def restart(self) -> str:
         result = self.restarts.pop(0)
-        if isinstance(result, SparkserveError):
+        if isinstance(result, Exception):
             raise result
         return str(result)
 
     def run(self, *states: str) -> list[str]:
         self.states += states
-        rules = Rules(self.look, self.restart, lambda: self.wanted, lambda: self.busy, self.per_hour)
-        watch = self.watch = getattr(self, "watch", None) or Watch(rules, Journal(self.path))
+        self.watch = self.watch or self.make()
         for _ in states:
-            self.events += watch.step()
+            self.events += self.watch.step()
         return [event.kind for event in self.events]
+
+    def make(self) -> Watch:
+        journal = Journal(self.path)
+        return Watch(self.look, self.restart, lambda: self.wanted, lambda: self.busy, journal, self.per_hour)
 
 
 @pytest.fixture
@@ -103,6 +109,18 @@ def test_after_so_many_restarts_it_stays_down_until_the_owner_starts_it(scene: S
     assert scene.run("stopped")[-2:] == ["restarting", "restarted"]
 
 
+def test_it_stays_down_though_the_hour_is_over_and_the_watch_another(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.per_hour, scene.restarts = 1, ["1"]
+    assert scene.run(*["stopped"] * 4)[-1] == "gave_up"
+    monkeypatch.setattr(watching, "_HOUR", 0.0)
+    scene.run("stopped", "stopped")
+    scene.watch = None  # as after a reboot
+    kinds = scene.run("stopped", "stopped")
+    assert (kinds.count("restarting"), kinds.count("gave_up")) == (1, 1)
+
+
 def test_restarts_of_an_earlier_watch_count(scene: Scene) -> None:
     scene.per_hour = 1
     Journal(scene.path).add("restarted", "before")
@@ -123,6 +141,46 @@ def test_a_failed_restart_counts_and_one_that_could_not_begin_does_not(scene: Sc
     kinds = scene.run(*["stopped"] * 6)
     assert kinds == ["stopped", "restarting", "waiting", "restart_failed", "gave_up"]
     assert scene.events[3].text == "rank 1 ended"
+
+
+def node_silent(*resources: str) -> SparkserveError:
+    """Make the error of a start that lost a node after these of its changes were done."""
+    done = [Change("head", "start", name, "absent", "running", lambda _work: "") for name in resources]
+    failures = Failures([SparkserveError("node_silent", "no word for 30 s", exit_code=EXIT_COULD_NOT_LOOK)])
+    failures.report = ApplyReport([Applied(change, "", 0.0, 1.0) for change in done])
+    return failures
+
+
+@pytest.mark.parametrize(
+    ("resources", "kinds"),
+    [
+        (("old pair", "sparkserve-rank1"), ["restart_failed", "gave_up"]),
+        (("old pair",), ["waiting"]),
+        ((), ["waiting"]),
+    ],
+    ids=["a rank was made", "only the old pair went", "nothing was done"],
+)
+def test_a_restart_counts_once_a_rank_was_made_however_it_ended(
+    scene: Scene, resources: tuple[str, ...], kinds: list[str]
+) -> None:
+    scene.per_hour = 1
+    scene.restarts = [node_silent(*resources) for _ in range(4)]
+    assert scene.run(*["stopped"] * 5) == ["stopped", "restarting", *kinds]
+
+
+def test_a_wait_that_is_over_is_forgotten(scene: Scene) -> None:
+    scene.restarts = [node_silent(), node_silent()]
+    kinds = scene.run("stopped", "stopped", "running", "stopped", "stopped")
+    assert kinds == ["stopped", "restarting", "waiting", "running", "stopped", "restarting", "waiting"]
+
+
+def test_a_disk_that_takes_nothing_ends_no_watch_and_loosens_no_rule(scene: Scene) -> None:
+    scene.path.parent.write_text("a file in the way")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    scene.per_hour, scene.restarts = 1, [full, "answered"]
+    kinds = scene.run(*["stopped"] * 7)
+    assert kinds == ["stopped", "restarting", "waiting", "restarted", "stopped", "gave_up"]
+    assert "No space left on device" in scene.events[2].text
 
 
 def test_a_failed_restart_is_not_tried_again_at_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,10 +204,9 @@ def test_a_stall_that_only_grows_longer_is_one_event(scene: Scene, monkeypatch: 
 
 def test_the_loop_looks_again_at_once_after_a_first_bad_look(scene: Scene) -> None:
     scene.restarts, scene.states = ["answered"], ["degraded", "degraded", "running"]
-    rules = Rules(scene.look, scene.restart, lambda: scene.wanted, lambda: False)
     begun = time.monotonic()
     kinds = []
-    for event in Watch(rules, Journal(scene.path)).run():
+    for event in scene.make().run():
         kinds.append(event.kind)
         if event.kind == "restarted":
             break
