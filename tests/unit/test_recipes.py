@@ -78,9 +78,11 @@ def test_names_of_a_node_come_from_that_node() -> None:
     assert env["NCCL_IB_GID_INDEX"] == "${link.gid_index}"
 
 
+# What the engines print: a line of a good start with the phase that it tells, a line of trouble with whether it ends
+# the start (fatal) and whether it breaks a pair that serves (serving).
 GOOD_LINES = {
     "[tensorfold] loading /model: DeepSeek-V4.1-Flash (deepseek_v41) on CUDA, rank 0 of 2": "reading the configuration",
-    "[tensorfold] rank 1: layers 0..15 loaded (12.3 s, 33.1 GiB)": "loading layers",
+    "[tensorfold] rank 1: layers 0..15 loaded (12.3 s, 33.1 GiB)": "loading layers 15",
     "[tensorfold] rank 0: DSpark (3 stages) loaded": "drafting layers loaded",
     "[tensorfold] warm-up: 7 prompt lengths 1,17,33": "warming up",
     "[tensorfold] --parallel warm-up: 8 round graphs captured": "warming up for several requests",
@@ -88,44 +90,27 @@ GOOD_LINES = {
     "[tensorfold] DeepSeek-V4.1 engine ready: 2 rank(s), context 1048576, DSpark 5 drafts": "engine ready",
     "[tensorfold] rank 1 ready in 61.0 s, following rank 0": "serving",
     "[tensorfold] serving some-model at http://127.0.0.1:8888/v1 on CUDA, rank 0 of 2 (loaded in 61 s)": "serving",
-    "NCCL INFO NET/Plugin: Spectrum-X (SPCX) NCCL plugin is not supported": None,
-    "NCCL WARN ibv_query_port_speed failed on rocep1s0f1 errno 93": None,
+    "NCCL INFO NET/Plugin: Spectrum-X (SPCX) NCCL plugin is not supported": "",
+    "NCCL WARN ibv_query_port_speed failed on rocep1s0f1 errno 93": "",
 }
+FATAL, WARNING, BROKEN = (True, False), (False, False), (True, True)
 BAD_LINES = {
-    "[tensorfold] WARNING: no Engram tables (TF_DS_ENGRAM): serving degraded": True,
-    "torch.distributed.DistStoreError: Timed out ... 1/2 clients joined": True,
-    "[tensorfold] RuntimeError: NCCL error 6: remote process exited or network error": True,
-    "NCCL WARN Bootstrap : no socket interface found for NCCL_SOCKET_IFNAME=enp1s0f1np1": True,
-    "NCCL WARN Call to ibv_modify_qp failed with 61 No data available errno 61": True,
-    "NCCL WARN Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory": True,
-    "ValueError: --vision and --parallel must be the same on every rank": True,
-    "[tensorfold] the lane is broken (rank 1 lost); every step fails from now on": True,
-    "this lane lost a rank (timeout); restart it on every rank": True,
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB": True,
-    "leaves 3.1 GiB, under the 4.0 GiB hard floor; fit: 2 stream(s)": True,
-    "tensorfold: error: unrecognized arguments: --wrong": True,
-    "NVRM: nvCheckOkFailedNoLog: NV_ERR_NO_MEMORY from _memdescAllocInternal": False,
-    "[tensorfold] the ranks planned different rounds; its requests fail, serving goes on": False,
-    "[tensorfold] rank 0 finished layers; waiting for rank 1": False,
+    "[tensorfold] WARNING: no Engram tables (TF_DS_ENGRAM): serving degraded": FATAL,
+    "torch.distributed.DistStoreError: Timed out ... 1/2 clients joined": FATAL,
+    "[tensorfold] RuntimeError: NCCL error 6: remote process exited or network error": BROKEN,
+    "NCCL WARN Bootstrap : no socket interface found for NCCL_SOCKET_IFNAME=enp1s0f1np1": BROKEN,
+    "NCCL WARN Call to ibv_modify_qp failed with 61 No data available errno 61": FATAL,
+    "NCCL WARN Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory": FATAL,
+    "ValueError: --vision and --parallel must be the same on every rank": FATAL,
+    "[tensorfold] the lane is broken (rank 1 lost); every step fails from now on": BROKEN,
+    "this lane lost a rank (timeout); restart it on every rank": BROKEN,
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB": FATAL,
+    "leaves 3.1 GiB, under the 4.0 GiB hard floor; fit: 2 stream(s)": FATAL,
+    "tensorfold: error: unrecognized arguments: --wrong": FATAL,
+    "NVRM: nvCheckOkFailedNoLog: NV_ERR_NO_MEMORY from _memdescAllocInternal": WARNING,
+    "[tensorfold] the ranks planned different rounds; its requests fail, serving goes on": WARNING,
+    "[tensorfold] rank 0 finished layers; waiting for rank 1": WARNING,
 }
-
-
-@pytest.mark.parametrize("line", GOOD_LINES)
-def test_a_line_of_a_good_start_is_its_phase_and_no_failure(line: str) -> None:
-    recipe = load_recipe(DEFAULT)
-    phases = [phase.name for phase in recipe.phases if re.search(phase.pattern, line)]
-    assert phases == ([GOOD_LINES[line]] if GOOD_LINES[line] else [])
-    assert not [failure.pattern for failure in recipe.failures if re.search(failure.pattern, line)]
-
-
-@pytest.mark.parametrize("line", BAD_LINES)
-def test_a_line_of_trouble_is_known(line: str) -> None:
-    found = [failure for failure in load_recipe(DEFAULT).failures if re.search(failure.pattern, line)]
-    assert found, line
-    assert all(failure.fatal is BAD_LINES[line] for failure in found)
-    assert all(failure.cause and failure.advice for failure in found)
-
-
 VLLM_LINES = {
     "(MainProcess pid=6) INFO 11-30 08:12:58 [serve.py:224] Launching vLLM (v0.32.0) headless multiproc executor, with "
     "head node address 10.0.0.1:29521 for torch.distributed process group.": "starting the engine",
@@ -144,16 +129,80 @@ VLLM_LINES = {
     ),
     "(EngineCore pid=18) INFO 11-30 08:13:56 [kv_cache_utils.py:2327] CPU KV cache size: 2,097,152 tokens, Maximum "
     "concurrency for 2,048 tokens per request: 1024.00x": "sizing the cache",
+    "Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  51%|█████     | 18/35 [00:03<00:03,  5.43it/s]": (
+        "capturing graphs"
+    ),
     "INFO:     Application startup complete.": "serving",
     "get_mempolicy: Operation not permitted": "",
 }
+VLLM_BAD_LINES = {
+    "(EngineCore pid=18) ValueError: Free memory on device cuda:0 (85.92/121.69 GiB) on startup is less than desired "
+    "GPU memory utilization (0.92, 111.95 GiB). Decrease GPU memory utilization or reduce GPU memory used by other "
+    "processes.": FATAL,
+    "(EngineCore pid=18) ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` "
+    "when initializing the engine.": FATAL,
+    "(EngineCore pid=18) ValueError: To serve at least one request with the models's max seq len (1048576), (12.0 GiB "
+    "KV cache is needed, which is larger than the available KV cache memory (3.38 GiB).": FATAL,
+    "(Worker_TP0 pid=30) torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.": FATAL,
+    "NVRM: nvCheckOkFailedNoLog: NV_ERR_NO_MEMORY from _memdescAllocInternal": WARNING,
+    "spark-1:30:30 [0] misc/ibvwrap.cc:292 NCCL WARN Call to ibv_modify_qp failed with 61 No data available, on dev "
+    "rocep1s0f1:1, curr state INIT, next state RTR, local GID index 3": FATAL,
+    "spark-1:30:30 [0] NCCL WARN Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory": FATAL,
+    "spark-1:30:30 [0] NCCL WARN socketProgress: Connection closed by remote peer 10.0.0.2<41234>": BROKEN,
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.": BROKEN,
+    "(EngineCore pid=18) INFO 11-30 08:14:56 [shm_broadcast.py:501] No available shared memory broadcast block found "
+    "in 60 seconds. This typically happens when some processes are hanging or doing some time-consuming work (e.g. "
+    "compilation, weight/kv cache quantization).": WARNING,
+    "(EngineCore pid=22) ERROR 11-30 08:08:36 [core.py:1512] EngineCore encountered a fatal error.": BROKEN,
+    "(APIServer pid=6) vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace "
+    "(above) for the root cause.": BROKEN,
+    "(APIServer pid=6) ERROR 11-30 08:08:37 [core_client.py:610] Engine core proc EngineCore_DP0 died unexpectedly, "
+    "shutting down client.": BROKEN,
+    "(APIServer pid=6) WARNING 11-30 08:07:41 [system_utils.py:255] Found ulimit of 20000 and failed to automatically "
+    "increase with error current limit exceeds maximum limit. This can cause fd limit errors like "
+    "`OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n": WARNING,
+    "vllm: error: unrecognized arguments: --wrong": FATAL,
+}
+SGLANG_LINES = {
+    "Loading safetensors checkpoint shards:  38% Completed | 14/37 [00:20<00:30,  1.35s/it]": "loading weights 14/37",
+    "[2026-11-30 08:19:34 TP0] Load weight end. elapsed=312.45 s, type=Qwen2ForCausalLM, dtype=torch.bfloat16, avail "
+    "mem=40.24 GB, mem usage=68.31 GB.": "weights loaded",
+    "[2026-11-30 08:19:35 TP1] KV Cache is allocated. #tokens: 182345, K size: 13.91 GB, V size: 13.91 GB": (
+        "sizing the cache"
+    ),
+    "[2026-11-30 08:19:41] The server is fired up and ready to roll!": "serving",
+    "[2026-11-30 08:14:21 TP0] Load weight begin. avail mem=108.55 GB": "",
+}
+SGLANG_BAD_LINES = {
+    "[2026-11-30 08:14:20 TP1] RuntimeError: The memory capacity is unbalanced. Some GPUs may be occupied by other "
+    "processes. pre_model_load_memory=88.1, local_gpu_memory=108.5, local_gpu_memory * 0.9=97.6": FATAL,
+    "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.": FATAL,
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.": FATAL,
+    "spark-1:30:30 [0] NCCL WARN socketProgress: Connection closed by remote peer 10.0.0.2<41234>": BROKEN,
+    "launch_server.py: error: unrecognized arguments: --wrong": FATAL,
+}
+LINES = {
+    "tensorfold": (GOOD_LINES, BAD_LINES),
+    "vllm": (VLLM_LINES, VLLM_BAD_LINES),
+    "sglang": (SGLANG_LINES, SGLANG_BAD_LINES),
+}
 
 
-@pytest.mark.parametrize("line", VLLM_LINES)
-def test_a_line_of_real_vllm_is_its_phase_and_no_failure(line: str) -> None:
-    recipe = load_recipe("smoke")
-    assert match_phase(line, recipe.phases) == VLLM_LINES[line]
-    assert match_failure(line, recipe.failures) is None
+@pytest.mark.parametrize("name", shipped_names())
+def test_every_line_of_the_engine_is_known_and_every_pattern_has_a_line(name: str) -> None:
+    recipe = load_recipe(name)
+    good, bad = LINES[recipe.engine]
+    for line, phase in good.items():
+        assert match_phase(line, recipe.phases) == phase, line
+        assert match_failure(line, recipe.failures) is None, line
+    for line, (fatal, serving) in bad.items():
+        found = match_failure(line, recipe.failures)
+        assert found is not None, line
+        assert (found.fatal, found.serving) == (fatal, serving), line
+        assert found.cause
+        assert found.advice
+    for pattern in [*(phase.pattern for phase in recipe.phases), *(failure.pattern for failure in recipe.failures)]:
+        assert any(re.search(pattern, line) for line in (*good, *bad)), pattern
 
 
 def test_the_cause_of_a_dead_vllm_and_not_the_echo() -> None:
@@ -175,12 +224,6 @@ def test_the_cause_of_a_dead_vllm_and_not_the_echo() -> None:
     found = find_trouble([LogLine(float(n), 0, line) for n, line in enumerate(lines)], load_recipe("smoke").failures)
     assert found is not None
     assert found.line.text == lines[5]
-
-
-def test_a_lost_rank_breaks_a_serving_pair() -> None:
-    line = "[tensorfold] the lane is broken (rank 1 lost); every step fails from now on"
-    found = [failure for failure in load_recipe(DEFAULT).failures if re.search(failure.pattern, line)]
-    assert any(failure.serving for failure in found)
 
 
 def test_the_lab_recipe_differs_where_it_must(tmp_path: Path) -> None:
