@@ -14,11 +14,11 @@ from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role
 from sparkserve.container import ContainerSpec, check_resolved, with_secrets
 from sparkserve.docker_form import create_arguments
 from sparkserve.engine_facts import ContainerFacts, Facts, gather, parse_memory
-from sparkserve.engine_stop import Stopping, all_or_nothing, stop
+from sparkserve.engine_stop import Stopping, abandon, all_or_nothing, stop
 from sparkserve.engine_watch import OLD_PAIR, READY, STEP, Launch, wait_until_ready
 from sparkserve.errors import EXIT_NOT_READY, Failures, SparkserveError
 from sparkserve.parameters import read_secrets
-from sparkserve.plan import ApplyReport, Change, Work, key_of
+from sparkserve.plan import ApplyReport, Cancelled, Change, Work, key_of
 from sparkserve.readiness import wait_for_worker
 from sparkserve.settings import read_secret
 
@@ -120,7 +120,11 @@ def _remove_old(deployment: Deployment, facts: Mapping[Role, Facts], launch: Lau
     def action(work: Work) -> str:
         needed, runs_dir, secrets = _needed_gib(deployment, launch), launch.runs_dir, launch.secrets
         stopping = Stopping(runs_dir, needed_gib=needed, secrets=secrets, tell=work.note, check=work.check)
-        return stop(deployment.cluster, stopping)
+        try:
+            return stop(deployment.cluster, stopping)
+        except Cancelled:
+            abandon(deployment.cluster, Stopping(runs_dir, secrets=secrets))
+            raise
 
     return Change("head", STEP, OLD_PAIR, before, "gone", action, launch.needs, "start")
 

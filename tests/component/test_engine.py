@@ -468,6 +468,25 @@ def test_health_alone_is_not_ready(scene: Scene) -> None:
     assert scene.requests.count("/v1/chat/completions") >= 2
 
 
+def test_a_completion_that_hangs_ends_at_the_deadline(scene: Scene) -> None:
+    ended = threading.Event()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            ended.wait(20)
+        return good(request)
+
+    scene.answers = answer
+    scene.recipe = {"later_seconds": 2}
+    reporter, begun = RecordingReporter(), time.monotonic()
+    report = apply(Plan(tuple(scene.plan())), reporter)
+    ended.set()
+    assert time.monotonic() - begun < 5
+    assert [error.code for _, error in report.failed] == ["start_timeout"]
+    assert any("waiting for the first token" in str(event) for event in reporter.events)
+    assert scene.head.containers == scene.worker.containers == []
+
+
 def test_the_first_start_has_a_deadline_of_its_own(scene: Scene) -> None:
     scene.recipe = {"first_seconds": 1, "later_seconds": 100}
     assert "no answer within 1 s" in scene.fail(first_start=True).message
@@ -524,6 +543,14 @@ def test_an_interrupt_while_waiting_takes_both_back(scene: Scene) -> None:
         change.action(RecordingWork())
     with pytest.raises(Cancelled):
         changes[2].action(RecordingWork(cancel_after=1))
+    assert scene.head.containers == scene.worker.containers == []
+
+
+def test_an_interrupt_while_the_old_pair_ends_leaves_no_rank_alone(scene: Scene) -> None:
+    scene.head.containers, scene.worker.containers = [ours(0)], [ours(1, ignores_sigterm=True)]
+    with pytest.raises(Cancelled):
+        scene.plan()[0].action(RecordingWork(cancel_after=1))
+    assert scene.head.events[0] == "SIGTERM sparkserve-rank0"
     assert scene.head.containers == scene.worker.containers == []
 
 
