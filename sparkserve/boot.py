@@ -51,15 +51,14 @@ def look(session: Session) -> Unit:
     if not env_file.exists():
         raise usage_error("settings_missing", f"there is no {env_file}", "the unit needs the settings in a file")
     state = session.environment.get("XDG_STATE_HOME")
-    words = {
-        "worker": session.settings.worker,
-        "user": head.identity["user"],
-        "directory": str(Path.cwd()).replace("%", "%%"),  # systemd takes this one as it is, spaces too
-        "state": f"Environment={_quoted(f'XDG_STATE_HOME={state}')}\n" if state else "",
-        "program": _quoted(str(Path(sys.argv[0]).absolute())),
-        "env_file": _quoted(str(env_file)),
-    }
-    text = _UNIT.format(**words)
+    text = _UNIT.format(
+        worker=session.settings.worker,
+        user=head.identity["user"],
+        directory=str(Path.cwd()).replace("%", "%%"),  # systemd takes this one as it is, spaces too
+        state=f"Environment={_quoted(f'XDG_STATE_HOME={state}')}\n" if state else "",
+        program=_quoted(str(Path(sys.argv[0]).absolute())),
+        env_file=_quoted(str(env_file)),
+    )
     there = Path(_PATH).read_text(encoding="utf-8") if Path(_PATH).exists() else None
     head.close()
     return Unit(_PATH, text, "absent" if there is None else "as wanted" if there == text else "different")
@@ -127,12 +126,7 @@ def _systemctl(head: Node, *words: str) -> None:
     try:
         head.host.sudo(["systemctl", *words], timeout=120)
     except SparkserveError as error:
-        if error.code == "command_failed":
-            raise SparkserveError(
-                "service_failed",
-                f"`systemctl {' '.join(words)}` failed",
-                f"journalctl -u {NAME}",
-                "head",
-                error.details,
-            ) from error
-        raise
+        if error.code != "command_failed":
+            raise
+        message, hint = f"`systemctl {' '.join(words)}` failed", f"journalctl -u {NAME}"
+        raise SparkserveError("service_failed", message, hint, "head", error.details) from error

@@ -68,10 +68,9 @@ def explained(node: str) -> Iterator[None]:
     try:
         yield
     except docker.errors.APIError as error:
-        details = str(error.explanation or error)
-        raise SparkserveError("docker_refused", "Docker refuses a request", node=node, details=details) from error
+        details, hint = str(error.explanation or error), "`sudo journalctl -u docker -n 50` on that node says more"
+        raise SparkserveError("docker_refused", "Docker refuses a request", hint, node, details) from error
     except (docker.errors.DockerException, OSError) as error:
+        message = "cannot talk to the Docker engine"
         hint = "`docker version` on that node tells why; a new member of the docker group must log in again"
-        raise SparkserveError(
-            "docker_unreachable", "cannot talk to the Docker engine", hint, node, str(error), EXIT_NOT_READY
-        ) from error
+        raise SparkserveError("docker_unreachable", message, hint, node, str(error), EXIT_NOT_READY) from error

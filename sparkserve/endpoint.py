@@ -93,7 +93,8 @@ class Endpoint:
         request = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "temperature": 0}
         reply = self.complete(request, timeout)
         if reply.completion_tokens < 1 and not (reply.text or reply.reasoning):
-            raise EndpointError("endpoint_garbled", "the API answered a completion without a token", node="head")
+            message = "the API answered a completion without a token"
+            raise EndpointError("endpoint_garbled", message, "`sparkserve logs`", "head")
         return reply
 
     def stream(self, request: Mapping[str, Any], timeout: float) -> Completion:

@@ -183,7 +183,8 @@ def read_saved(runs_dir: Path, run: str, query: LogQuery) -> list[LogLine]:
     run = next(iter(saved_runs(runs_dir)), run) if run == "last" else run
     if run not in saved_runs(runs_dir):
         known = ", ".join(saved_runs(runs_dir)[:5]) or "none"
-        raise SparkserveError("run_unknown", f"no logs of run {run}; kept: {known}", exit_code=EXIT_USAGE)
+        message = f"no logs of run {run}; kept: {known}"
+        raise SparkserveError("run_unknown", message, "`sparkserve history` lists all starts", exit_code=EXIT_USAGE)
     lines = []
     for rank in (0, 1) if query.rank is None else (query.rank,):
         path = runs_dir / run / f"rank{rank}.log"

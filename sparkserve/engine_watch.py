@@ -95,7 +95,8 @@ class _Watch:
             rank = ROLES.index(role)
             container = facts.of_rank(rank)
             if container is None:
-                raise SparkserveError("rank_gone", f"{self.launch.specs[role].name} is not there", node=role)
+                message, hint = f"{self.launch.specs[role].name} is not there", "`sparkserve start` makes both anew"
+                raise SparkserveError("rank_gone", message, hint, role)
             self.followers[role] = LogFollower(self.cluster.node(role), container.id, rank)
             self.heard[role] = time.monotonic()
             self.launch.images[role] = container.image_id
@@ -164,7 +165,7 @@ class _Watch:
         argv = ["docker", "exec", self.followers[node.role].container, "sh", "-c", _OPEN_EACH, "sh", *files]
         answer = node.host.run(argv, timeout=LOOK_SECONDS, check=False)
         if answer.exit_code in _NO_SHELL:
-            raise SparkserveError("image_shell", "the image has no `sh`", node=node.role)
+            raise SparkserveError("image_shell", "the image has no `sh`", "an image with one proves it", node.role)
         # Any other failure means that the container has ended: the next look tells why.
         closed = answer.text.splitlines() if answer.exit_code == 0 else []
         return [files[target] for target in closed], answer.error_text

@@ -23,6 +23,7 @@ from pydantic import SecretStr
 from sparkserve.errors import SparkserveError
 
 log = logging.getLogger("sparkserve.hosts")
+_BY_HAND = "type it on that node to see it fail; `sparkserve doctor` looks at both nodes"
 
 # A constant script; path and mode arrive as its arguments, the content on stdin. The rename makes it all or nothing.
 # A cut connection ends stdin too: only a file of the whole size may take its name.
@@ -100,17 +101,14 @@ class Host(ABC):
             result = CommandResult(tuple(argv), code, output, process.error_text().encode())
         except TimeoutError as error:
             message = f"`{shlex.join(argv)}` gave no end within {timeout:g} s"
-            raise SparkserveError("command_timeout", message, node=self.name) from error
+            raise SparkserveError("command_timeout", message, _BY_HAND, self.name) from error
         finally:
             process.close()
         log.debug("%s: exit %d", self.name, result.exit_code)
         if check and result.exit_code != 0:
-            raise SparkserveError(
-                "command_failed",
-                f"`{shlex.join(argv)}` failed with exit code {result.exit_code}",
-                node=self.name,
-                details=result.error_text or result.text[-2000:],
-            )
+            message = f"`{shlex.join(argv)}` failed with exit code {result.exit_code}"
+            details = result.error_text or result.text[-2000:]
+            raise SparkserveError("command_failed", message, _BY_HAND, self.name, details)
         return result
 
     def read(self, path: str | Path) -> bytes:

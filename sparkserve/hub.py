@@ -38,7 +38,8 @@ def list_files(settings: Settings, repository: str, revision: str) -> tuple[str,
         message = f"{settings.hf_endpoint} does not answer as a model hub does"
         raise SparkserveError("hub_failed", message, "look at HF_ENDPOINT", details=repr(error)) from error
     if not WHOLE_COMMIT.fullmatch(commit) or (SHORT_COMMIT.fullmatch(revision) and not commit.startswith(revision)):
-        raise SparkserveError("hub_failed", f"{settings.hf_endpoint} resolves {revision} of {repository} to {commit}")
+        message = f"{settings.hf_endpoint} resolves {revision} of {repository} to {commit}"
+        raise SparkserveError("hub_failed", message, "look at HF_ENDPOINT")
     return commit, siblings
 
 

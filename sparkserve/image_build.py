@@ -155,7 +155,7 @@ def prove(deployment: Deployment, name: str, work: Work) -> str:
     node, recipe, tag = deployment.cluster.head, deployment.recipe, tag_of(deployment.recipe, deployment.lock)
     found = look(node, name)
     if found is None:
-        raise SparkserveError("image_missing", f"Docker made no image {name}", node=node.role)
+        raise SparkserveError("image_missing", f"Docker made no image {name}", "sparkserve build --no-cache", node.role)
     _check_content(deployment, found)
     every = long_flags(recipe, deployment.settings.extra_args)
     for program, flags in every.items():
@@ -166,7 +166,7 @@ def prove(deployment: Deployment, name: str, work: Work) -> str:
     node.host.run(["docker", "tag", name, tag])
     named = look(node, tag)
     if named is None or named.layers != found.layers:
-        raise SparkserveError("image_missing", f"the name {tag} did not stay", node=node.role)
+        raise SparkserveError("image_missing", f"the name {tag} did not stay", "`sparkserve build`", node.role)
     return f"{len(named.layers)} layers, {named.size / 1e9:.2f} GB, {named.architecture}, {asked}"
 
 

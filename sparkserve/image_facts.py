@@ -155,7 +155,7 @@ def gather(node: Node, name: str) -> Facts:
     disk = node.session.ask("facts", disks=[root])["disks"][root]
     if "error" in disk:
         message = f"cannot look at the room of {root}: {disk['error']}"
-        raise SparkserveError("docker_root", message, node=node.role, exit_code=EXIT_NOT_READY)
+        raise SparkserveError("docker_root", message, f"`sudo ls -ld {root}`", node.role, exit_code=EXIT_NOT_READY)
     api_version = tuple(int(part) for part in str(version["ApiVersion"]).split("."))
     image = find_image(node, answers[pages["image"]])
     if image is not None and (history := _found(node, answers[pages["history"]])):

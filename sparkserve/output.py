@@ -182,7 +182,8 @@ def _read_answer(question: str) -> str:
 
 
 def _input_ended() -> SparkserveError:
-    return SparkserveError("interrupted", "the input ended at a question", exit_code=EXIT_INTERRUPTED)
+    hint = "`--help` lists the options that answer for you"
+    return SparkserveError("interrupted", "the input ended at a question", hint, exit_code=EXIT_INTERRUPTED)
 
 
 def open_streams() -> None:

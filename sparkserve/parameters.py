@@ -114,7 +114,7 @@ def read_api_key(settings: Settings) -> SecretStr | None:
     try:
         return read_secret(settings.api_key_file, "the API key")
     except SparkserveError as error:
-        error.hint = error.hint or "sparkserve key new --set"
+        error.hint = error.hint if error.code == "secret_readable" else "sparkserve key new --set"
         raise
 
 

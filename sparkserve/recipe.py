@@ -397,4 +397,4 @@ class Recipe(Data):
             path = directory / name
             if path.is_file() and directory.resolve() in path.resolve().parents:
                 return path.read_bytes()
-        raise usage_error("recipe_file", f"recipe {self.name} has no file {name}")
+        raise usage_error("recipe_file", f"recipe {self.name} has no file {name}", f"`ls {self.directories[0]}`")

@@ -108,9 +108,7 @@ def _load(found: GitRecipe) -> Recipe:
     problems += [f"wants the capability {name}" for name in recipe.container.capabilities if name not in _CAPABILITIES]
     if problems:
         message = f"the recipe {found.address} {'; '.join(problems)}"
-        raise usage_error(
-            "recipe_reaches_out", message, "copy it to a directory of yours, look at it, and name its path"
-        )
+        raise usage_error("recipe_reaches_out", message, "copy it to a directory, look at it, and name its path")
     return recipe
 
 

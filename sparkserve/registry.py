@@ -122,7 +122,8 @@ def _authorize(client: httpx.Client, challenge: str, reference: Reference) -> di
         body = answer.json()
         token = str(body.get("token") or body["access_token"])
     except (ValueError, KeyError, AttributeError) as error:
-        raise SparkserveError("registry_failed", f"{realm} answers without a token") from error
+        hint = "look at the image in the recipe, and at a proxy in between"
+        raise SparkserveError("registry_failed", f"{realm} answers without a token", hint) from error
     return {"Authorization": f"Bearer {token}"}
 
 

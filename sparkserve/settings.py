@@ -301,12 +301,13 @@ def read_private(path: Path, purpose: str) -> str:
     except UnicodeDecodeError:
         return ""
     except OSError as error:
-        raise usage_error("secret_missing", f"cannot read {path} ({purpose}): {error.strerror}") from error
+        message = f"cannot read {path} ({purpose}): {error.strerror}"
+        raise usage_error("secret_missing", message, f"`ls -l {path}`; it should be yours, with mode 0600") from error
 
 
 def read_secret(path: Path, purpose: str) -> SecretStr:
     """Read a one-line secret from a file that only its owner may read."""
     secret = read_private(path, purpose)
     if len(secret.splitlines()) != 1:
-        raise usage_error("secret_invalid", f"{path} ({purpose}) should hold one line of text, and nothing else")
+        raise usage_error("secret_invalid", f"{path} ({purpose}) should hold one line of text", f"`wc -l {path}`")
     return SecretStr(secret)

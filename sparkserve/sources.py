@@ -188,7 +188,8 @@ def _prove_by_hash(settings: Settings, repository: str, siblings: Sequence[RepoS
         return [_to_file(sibling) for sibling in siblings]
     except ValidationError as error:
         message = f"{settings.hf_endpoint} lists a file of {repository} in a way that cannot be trusted"
-        raise SparkserveError("hub_failed", message, details=str(error.errors(include_url=False)[0]["msg"])) from error
+        details = str(error.errors(include_url=False)[0]["msg"])
+        raise SparkserveError("hub_failed", message, "look at HF_ENDPOINT", details=details) from error
 
 
 def _is_hidden(sibling: RepoSibling) -> bool:

@@ -76,14 +76,14 @@ def resolve_target(settings: Settings) -> SshTarget:
     try:
         answer = subprocess.run([*argv, "--", settings.worker], capture_output=True, text=True, timeout=20, check=False)
     except OSError as error:
-        raise SparkserveError(
-            "tool_missing", "cannot run `ssh`", "sudo apt-get install openssh-client", "head"
-        ) from error
+        hint = "sudo apt-get install openssh-client"
+        raise SparkserveError("tool_missing", "cannot run `ssh`", hint, "head") from error
     except subprocess.TimeoutExpired as error:
         message = "ssh did not read its configuration within 20 s"
         raise SparkserveError("ssh_config", message, "look at `Match exec` in ~/.ssh/config", "head") from error
     if answer.returncode != 0:
-        raise SparkserveError("ssh_config", "ssh refuses its configuration", node="head", details=answer.stderr.strip())
+        hint, details = f"`ssh -G {settings.worker}` shows the line", answer.stderr.strip()
+        raise SparkserveError("ssh_config", "ssh refuses its configuration", hint, "head", details)
     found: dict[str, list[str]] = {}
     for line in answer.stdout.splitlines():
         name, _, value = line.partition(" ")
@@ -201,13 +201,9 @@ def _refuse_unknown(node: str) -> paramiko.MissingHostKeyPolicy:
     class Refuse(paramiko.MissingHostKeyPolicy):
         def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
             del client
-            raise SparkserveError(
-                "host_key_unknown",
-                f"{hostname} is not in known_hosts; it shows the {key.get_name()} key {fingerprint(key)}",
-                "sparkserve doctor --fix  (asks once; compare it on the worker's own screen)",
-                node,
-                exit_code=EXIT_COULD_NOT_LOOK,
-            )
+            message = f"{hostname} is not in known_hosts; it shows the {key.get_name()} key {fingerprint(key)}"
+            hint = "sparkserve doctor --fix  (asks once; compare it on the worker's own screen)"
+            raise SparkserveError("host_key_unknown", message, hint, node, exit_code=EXIT_COULD_NOT_LOOK)
 
     return Refuse()
 

@@ -154,7 +154,7 @@ def _read_counters(endpoint: Endpoint, counters: Counters) -> Sample:
     found = endpoint.metrics(counters.path)
     if counters.running not in found or not any(name in found for name in counters.moving):
         message = f"{counters.path} has no {counters.running}, or none of {', '.join(counters.moving)}"
-        raise EndpointError("endpoint_garbled", message, node="head")
+        raise EndpointError("endpoint_garbled", message, "look at [counters] of the recipe", "head")
     return Sample(
         moment=time.monotonic(),
         running=found[counters.running],

@@ -64,7 +64,8 @@ def plan(deployment: Deployment, facts: Mapping[Role, Facts]) -> list[Change]:
         found = facts[node.role]
         absent = [name for name in wanted if found.values[name] is None]
         if absent:
-            raise SparkserveError("sysctl_unknown", f"the kernel has no {', '.join(absent)}", node=node.role)
+            hint = "look at [tuning.sysctl] of the recipe; `sparkserve up --skip tune` goes without"
+            raise SparkserveError("sysctl_unknown", f"the kernel has no {', '.join(absent)}", hint, node.role)
         differing = {name: value for name, value in wanted.items() if found.values[name] != value}
         keeps = found.file == file_text(wanted)
         if wanted and (differing or not keeps):
@@ -100,7 +101,8 @@ def set_values(node: Node, found: Facts, wanted: Mapping[str, str]) -> str:
     wrong = [name for name, value in wanted.items() if now.values[name] != value]
     if wrong or now.file != file_text(wanted):
         observed = ", ".join(f"{name}={now.values[name]}" for name in wrong)
-        raise SparkserveError("tuning_failed", f"values did not stay: {observed}", node=node.role)
+        hint = "another program sets them: `grep -rs vm /etc/sysctl.d`; `sparkserve up --skip tune` goes without"
+        raise SparkserveError("tuning_failed", f"values did not stay: {observed}", hint, node.role)
     return ", ".join(f"{name}={now.values[name]}" for name in sorted(wanted))
 
 

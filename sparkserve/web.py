@@ -150,9 +150,8 @@ def find_proxy(origin: Origin) -> Proxy | None:
         return None
     parts = urlsplit(address if "://" in address else f"http://{address}")
     if parts.scheme != "http" or not parts.hostname:
-        raise usage_error(
-            "proxy_unsupported", f"the proxy for {scheme} is {parts.scheme}://…, needed is http://host:port"
-        )
+        message = f"the proxy for {scheme} is {parts.scheme}://…, needed is http://host:port"
+        raise usage_error("proxy_unsupported", message, f"set {scheme}_proxy to that, or `unset {scheme}_proxy`")
     headers = {}
     if parts.username:
         login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
@@ -164,7 +163,8 @@ def origin_of(url: str) -> Origin:
     """Give scheme, host and port: what decides whether a server may see the token."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise SparkserveError("bad_address", f"{parts.scheme}://{parts.hostname or ''} is no http or https address")
+        message = f"{parts.scheme}://{parts.hostname or ''} is no http or https address"
+        raise SparkserveError("bad_address", message, "look at HF_ENDPOINT: `sparkserve config` shows where it is from")
     return parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
 
@@ -292,7 +292,6 @@ class Exchange:
             yield
         except (OSError, http.client.HTTPException, ValueError) as error:
             self._stop.check()
-            tries = None
             if isinstance(error, ssl.SSLCertVerificationError):
                 tries, text = 1, f"{where} shows a certificate that is not trusted"
                 code, hint = "tls_untrusted", "look at the clock, the proxy and the CA store of this machine"
@@ -303,7 +302,7 @@ class Exchange:
                 code, text = "name_unknown", f"cannot find the address of {self.origin[1]}"
             else:
                 code, text = "connection_cut", f"the connection to {where} broke"
-            raise Trouble(SparkserveError(code, text, hint, details=str(error)), tries) from error
+            raise Trouble(SparkserveError(code, text, hint, details=str(error))) from error
 
 
 def _request_line(url: str, origin: Origin, headers: dict[str, str]) -> tuple[str, None, dict[str, str]]:

@@ -64,3 +64,10 @@ def test_a_told_command_is_there(file: str, words: str, options: str) -> None:
         command = command.commands[rest[0]]
     known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
     assert set(re.findall(r"--[a-z-]+", options)) <= known, f"{file}: sparkserve {words}{options}"
+
+
+def test_every_error_and_every_known_line_says_what_to_do() -> None:
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(.+?)` \| (.*) \| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) > 200
+    assert [code for code, message, hint in rows if not (message.strip() and hint.strip())] == []
