@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from pydantic import SecretStr
 
 from sparkserve.cluster import Cluster
 from sparkserve.endpoint import Endpoint
@@ -138,6 +140,17 @@ def test_an_unreadable_memory_of_movement_begins_anew(question: Question, pair: 
     assert look(question).verdict.state == "running"
     pair.script()
     finish()
+
+
+def test_another_api_key_is_degraded_and_says_so(question: Question) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200 if request.url.path == "/health" else 401, text="a key is needed")
+
+    endpoint = Endpoint("http://engine", "flash", SecretStr("sk-old"), httpx.MockTransport(answer))
+    status = look(replace(question, endpoint=endpoint))
+    assert (status.verdict.state, status.verdict.exit_code) == ("degraded", 5), told(status)
+    assert "HTTP 401: another API key than ours" in told(status)
+    assert "sk-old" not in told(status)
 
 
 def test_an_idle_engine_that_hangs_is_stalled(question: Question, pair: Pair) -> None:
