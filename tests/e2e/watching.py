@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -35,8 +36,14 @@ class Watching:
         found = self._wait(lambda: [event for event in self.events() if event["kind"] == kind], seconds, kind)
         return found[0]
 
-    def events_after(self, moment: float, seconds: float = 20.0) -> list[dict[str, Any]]:
-        return self._wait(lambda: [event for event in self.events() if event["at"] > moment], seconds, "event")
+    def named(self, rank: int, moment: float, seconds: float = 20.0) -> dict[str, Any]:
+        """Give the first event after a moment that says which rank broke."""
+
+        def look() -> list[dict[str, Any]]:
+            later = (event for event in self.events() if event["at"] > moment)
+            return [event for event in later if re.search(f"rank ?{rank}\\b", event["text"])]
+
+        return self._wait(look, seconds, f"word of rank {rank}")[0]
 
     def _wait(self, look: Callable[[], list[dict[str, Any]]], seconds: float, what: str) -> list[dict[str, Any]]:
         deadline = time.monotonic() + seconds
