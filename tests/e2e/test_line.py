@@ -107,12 +107,15 @@ def test_logs_of_both_ranks_are_interleaved(shared_pair: Pair) -> None:
 
 
 @pytest.mark.usefixtures("first")
-@pytest.mark.parametrize("words", [("status",), ("start",), ("up", "--dry-run"), ("logs",), ("tune",)])
-def test_a_command_opens_one_connection_to_the_worker(shared_pair: Pair, words: tuple[str, ...]) -> None:
-    log = shared_pair.worker.files / "log/sshd.log"
-    before = log.read_text().count("Accepted publickey")
-    assert shared_pair.ask(*words)["exit_code"] == 0
-    assert log.read_text().count("Accepted publickey") - before == 1
+@pytest.mark.parametrize(
+    "commands",
+    ["status", "start", "up --dry-run", "logs", "tune", "diagnose --to /tmp", "stop; start"],
+)
+def test_a_command_opens_one_connection_to_the_worker(shared_pair: Pair, commands: str) -> None:
+    for command in commands.split("; "):
+        before = len(shared_pair.logins())
+        assert shared_pair.ask(*command.split())["exit_code"] == 0
+        assert shared_pair.logins()[before:] == [shared_pair.head.management_address]
 
 
 @pytest.mark.usefixtures("first")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from tests.e2e.conftest import OTHER
 from tests.e2e.test_engine_faults import RANKS, names, state, text_of
+from tests.lab.node import LabNode
 from tests.lab.pair import HOME, TOKEN, Pair
 
 pytestmark = pytest.mark.faults
@@ -27,8 +30,11 @@ def runs(pair: Pair) -> list[dict[str, Any]]:
 
 
 def test_a_switch_makes_everything_ready_first_and_every_look_follows_it(other: Pair) -> None:
+    before = len(other.logins())
     answer = other.ask("start", "--recipe", OTHER)
     assert answer["exit_code"] == 0, answer["errors"]
+    # What is shipped goes over the cable, on connections of its own.
+    assert other.logins()[before:].count(other.head.management_address) == 1
     steps = [item["key"].split("/")[1] for item in answer["data"]["applied"]]
     assert "ship" in steps[: steps.index("start")], "the new image comes before the old pair goes"
     assert served(other) == ["Other"]
@@ -141,8 +147,23 @@ def test_records_and_saved_logs_of_a_run(serving: Pair) -> None:
     assert serving.sparkserve("logs", "--run", "last", "--follow").returncode == 2
 
 
+@contextmanager
+def journal(node: LabNode, lines: list[str]) -> Iterator[None]:
+    """Give a node a kernel journal."""
+    program = node.root / "usr/local/bin/journalctl"
+    program.write_text("".join(["#!/bin/sh\n", *(f"echo '{line}'\n" for line in lines)]))
+    program.chmod(0o755)
+    try:
+        yield
+    finally:
+        program.unlink()
+
+
 def test_an_archive_for_a_bug_report(serving: Pair) -> None:
-    answer = serving.ask("diagnose", "--to", HOME)
+    line = "2026-11-30T08:00:00+0000 spark kernel: "
+    lines = [f"{line}Out of memory: Killed process 7 (engine) {TOKEN}", f"{line}usb 1-1: new device"]
+    with journal(serving.worker, lines):
+        answer = serving.ask("diagnose", "--to", HOME)
     assert answer["exit_code"] == 0
     path = answer["data"]["path"]
     assert serving.head.run(["stat", "-c", "%a", path]).stdout.strip() == b"600"
@@ -159,6 +180,10 @@ def test_an_archive_for_a_bug_report(serving: Pair) -> None:
     assert facts["link"]["interface"] == serving.worker.link_interface
     assert "engine ready" in texts["logs.txt"]
     assert json.loads(texts["plan.json"])["specs"]["head"]["name"] == RANKS[0]
+    assert texts["worker-kernel.txt"] == f"{line}Out of memory: Killed process 7 (engine) ***\n"
+    values = {row["name"]: row["value"] for row in json.loads(texts["settings.json"])}
+    assert values["SPARKSERVE_WORKER"] == f"spark@{serving.worker.management_address}"
+    assert (values["HF_TOKEN"], values["SPARKSERVE_API_KEY_FILE"]) == ("***", None)
 
 
 def _read(archive: tarfile.TarFile, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -90,6 +91,11 @@ class Pair:
         except ValueError as error:
             raise AssertionError(f"no JSON: {answer.stdout!r} {answer.stderr.decode()}") from error
         return found
+
+    def logins(self) -> list[str]:
+        """Give the address from which each login on the worker came, since the lab is up, oldest first."""
+        log = (self.worker.files / "log/sshd.log").read_text()
+        return re.findall(r"Accepted publickey for \S+ from (\S+)", log)
 
     def script_engine(self, **states: Any) -> None:
         """Script the stand-in engine on both nodes; without states it behaves well."""

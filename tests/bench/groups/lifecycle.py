@@ -61,11 +61,15 @@ def _median(measured: Callable[[], float]) -> float:
 
 
 def _connections(pair: Pair) -> Figure:
-    log = pair.worker.files / "log/sshd.log"
-    before = log.read_text().count("Accepted publickey")
-    _succeed(pair, "status")
-    opened = log.read_text().count("Accepted publickey") - before
-    return Figure("control_connections", opened, "connections", 1)
+    """Count the logins of what only looks, of a start, and of a stop; the pair is left as it was found."""
+
+    def of(command: str) -> int:
+        before = len(pair.logins())
+        _succeed(pair, command)
+        return len(pair.logins()) - before
+
+    most = max(of(command) for command in ("status", "diagnose", "stop", "start"))
+    return Figure("control_connections", most, "connections", 1)
 
 
 def _start_over_docker(pair: Pair) -> Figure:
@@ -151,16 +155,47 @@ def _engine_killed(pair: Pair) -> Iterator[Figure]:
 
 
 def _worker_gone(pair: Pair) -> Iterator[Figure]:
-    pair.worker.pause_sshd()
+    """Lose the worker in three ways: its sshd stands still, its interfaces are down, its packets are dropped."""
+    seconds = []
+    for lost in (_frozen, _unplugged, _dropping):
+        with lost(pair.worker):
+            begun = time.perf_counter()
+            code = pair.ask("status")["exit_code"]
+            seconds.append(time.perf_counter() - begun)
+        if code != 6:
+            raise RuntimeError(f"status of a pair with a lost worker ended with {code}")
+    yield Figure("status_worker_gone_seconds", max(seconds), "s", 6.0)
+
+
+@contextmanager
+def _frozen(node: LabNode) -> Iterator[None]:
+    node.pause_sshd()
     try:
-        begun = time.perf_counter()
-        code = pair.ask("status")["exit_code"]
-        seconds = time.perf_counter() - begun
+        yield
     finally:
-        pair.worker.resume_sshd()
-    if code != 6:
-        raise RuntimeError(f"status of a pair with a lost worker ended with {code}")
-    yield Figure("status_worker_gone_seconds", seconds, "s", 6.0)
+        node.resume_sshd()
+
+
+@contextmanager
+def _unplugged(node: LabNode) -> Iterator[None]:
+    interfaces = (node.management_interface, node.link_interface)
+    for interface in interfaces:
+        node.run(["ip", "link", "set", interface, "down"], user="root")
+    try:
+        yield
+    finally:
+        for interface in interfaces:
+            node.run(["ip", "link", "set", interface, "up"], user="root")
+
+
+@contextmanager
+def _dropping(node: LabNode) -> Iterator[None]:
+    rule = ["INPUT", "!", "-i", "lo", "-j", "DROP"]
+    node.run(["iptables", "-A", *rule], user="root")
+    try:
+        yield
+    finally:
+        node.run(["iptables", "-D", *rule], user="root")
 
 
 def _named_by_watch(pair: Pair) -> Figure:
@@ -175,7 +210,7 @@ def _named_by_watch(pair: Pair) -> Figure:
             time.sleep(1.0)
             killed = time.time()
             pair.lab.nodes[rank].docker("kill", f"sparkserve-rank{rank}")
-            seconds.append(watch.events_after(killed)[0]["at"] - killed)
+            seconds.append(watch.named(rank, killed)["at"] - killed)
             watch.wait_for("restarted", 60)
     return Figure("watch_names_killed_rank_seconds", max(seconds), "s", 3.0)
 
