@@ -21,7 +21,6 @@ MAKERS = {
 }
 # What stands for a code that is told where it comes from: the catalogue of checks, an error that is handed on.
 PASSED_ON = ("f'check_{check.id}'", "prober.error.code", "exchange")
-PASSED_ON += ("codes.get(error['errno'], 'node_failed')", "_ERRNO_CODES.get(number, 'copy_failed')")
 UNKNOWN = "…"
 Scope = Mapping[str, str]
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -123,7 +123,7 @@ def _remove_old(deployment: Deployment, facts: Mapping[Role, Facts], launch: Lau
         try:
             return stop(deployment.cluster, stopping)
         except Cancelled:
-            abandon(deployment.cluster, Stopping(runs_dir, secrets=secrets))
+            abandon(deployment.cluster, runs_dir, secrets)
             raise
 
     return Change("head", STEP, OLD_PAIR, before, "gone", action, launch.needs, "start")

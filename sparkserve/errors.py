@@ -113,7 +113,8 @@ def disk_error(number: int | None, message: str, node: str, otherwise: str) -> S
 def node_error(node: str, do: str, error: Mapping[str, Any]) -> SparkserveError:
     """Explain what the node program could not do."""
     if error["errno"] is None:
-        return SparkserveError("node_failed", f"the node program failed in `{do}`: {error['text']}", node=node)
+        hint = "sparkserve diagnose makes an archive for a bug report"
+        return SparkserveError("node_failed", f"the node program failed in `{do}`: {error['text']}", hint, node)
     return disk_error(error["errno"], error["text"], node, "node_failed")
 
 

@@ -80,10 +80,12 @@ def build_files(recipe: Recipe) -> dict[str, BuildFile]:
             if name in left_out or name.endswith(".md"):
                 continue
             if name.split("/")[0] == _ENGINE:
-                raise usage_error("recipe_file", f"{path}: `{_ENGINE}` is where the engine's own source will be")
+                message = f"{path}: `{_ENGINE}` is where the engine's own source will be"
+                raise usage_error("recipe_file", message, f"`mv {path}` to another name")
             files[name] = BuildFile(path.read_bytes(), bool(path.stat().st_mode & 0o100))
     if recipe.image.dockerfile not in files:
-        raise usage_error("recipe_file", f"recipe {recipe.name} has no file {recipe.image.dockerfile}")
+        message = f"recipe {recipe.name} has no file {recipe.image.dockerfile}"
+        raise usage_error("recipe_file", message, "look at `image.dockerfile` in its recipe.toml")
     return files
 
 

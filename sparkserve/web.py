@@ -292,6 +292,7 @@ class Exchange:
             yield
         except (OSError, http.client.HTTPException, ValueError) as error:
             self._stop.check()
+            tries = None
             if isinstance(error, ssl.SSLCertVerificationError):
                 tries, text = 1, f"{where} shows a certificate that is not trusted"
                 code, hint = "tls_untrusted", "look at the clock, the proxy and the CA store of this machine"
@@ -302,7 +303,7 @@ class Exchange:
                 code, text = "name_unknown", f"cannot find the address of {self.origin[1]}"
             else:
                 code, text = "connection_cut", f"the connection to {where} broke"
-            raise Trouble(SparkserveError(code, text, hint, details=str(error))) from error
+            raise Trouble(SparkserveError(code, text, hint, details=str(error)), tries) from error
 
 
 def _request_line(url: str, origin: Origin, headers: dict[str, str]) -> tuple[str, None, dict[str, str]]:
