@@ -73,6 +73,7 @@ def _end_noting(
     """End one container and say how; a failure is kept, so that the other rank is still ended."""
     begun = time.monotonic()
     try:
+        gather(node)  # tells in seconds that a node fell silent since; its Docker client would wait for minutes
         how = end_container(node, container, stopping)
     except SparkserveError as error:
         error.node = error.node or node.role
