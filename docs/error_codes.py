@@ -38,9 +38,11 @@ class Code:
 def find_codes() -> list[Code]:
     """Give all codes of the package, each way of telling once, by name."""
     found: dict[tuple[str, str], Code] = {}
-    for path in sorted(Path(sparkserve.__file__).parent.glob("*.py")):
-        for code in _codes_in(ast.parse(path.read_text(encoding="utf-8"))):
-            found.setdefault((code.name, code.message), code)
+    paths = sorted(Path(sparkserve.__file__).parent.glob("*.py"))
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    hints = {name: hint for tree in trees for name, hint in _hints_of_makers(tree)}
+    for code in (code for tree in trees for code in _codes_in(tree, hints)):
+        found.setdefault((code.name, code.message), code)
     # A way that says nothing of itself is left out where the same code is told in another way too.
     told = {code.name for code in found.values() if code.message != UNKNOWN}
     rows = [code for code in found.values() if code.message != UNKNOWN or code.name not in told]
@@ -48,14 +50,21 @@ def find_codes() -> list[Code]:
     return sorted(rows, key=lambda code: (code.name, code.message))
 
 
-def _codes_in(tree: ast.Module) -> Iterator[Code]:
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    scope = _assigned(tree.body, {})
-    for function in functions:
+def _functions(tree: ast.Module) -> list[Function]:
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+def _hints_of_makers(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Give what a function that makes errors says where its caller says nothing: the first hint that it sets."""
+    for function in _functions(tree):
         hints = [node.value for node in _assignments(function) if ast.unparse(node.targets[0]) == "hint"]
         if function.name in MAKERS and hints:
-            scope[function.name] = _text(hints[0], scope)
-    for function in functions:
+            yield function.name, _text(hints[0], _assigned(tree.body, {}))
+
+
+def _codes_in(tree: ast.Module, hints: Scope) -> Iterator[Code]:
+    scope = {**_assigned(tree.body, {}), **hints}
+    for function in _functions(tree):
         for node in ast.walk(function):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in MAKERS:
                 yield from _codes(node, function, scope, tree)

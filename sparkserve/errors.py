@@ -96,18 +96,17 @@ def docker_unreachable(answer: Mapping[str, Any], node: str, exit_code: int) -> 
 
 def disk_error(number: int | None, message: str, node: str, otherwise: str) -> SparkserveError:
     """Explain what a file system refused, by its errno; `otherwise` is the code where that one tells nothing."""
+    hint = "look at the owner of that path and at `dmesg` there"
     if number in (errno.ENOSPC, errno.EDQUOT):
-        hint = "free some space there, then run the same command again: what has arrived is kept"
-        return SparkserveError("disk_full", f"no room left: {message}", hint, node)
+        advice = "free some space there, then run the same command again: what has arrived is kept"
+        return SparkserveError("disk_full", f"no room left: {message}", advice, node)
     if number == errno.EACCES:
-        return SparkserveError(
-            "permission_denied", f"no permission: {message}", "look at the owner and mode of that path", node
-        )
+        advice = "look at the owner and mode of that path"
+        return SparkserveError("permission_denied", f"no permission: {message}", advice, node)
     if number == errno.EROFS:
-        return SparkserveError(
-            "read_only", f"nothing can be written: {message}", "look at how its file system is mounted", node
-        )
-    return SparkserveError(otherwise, message, "look at the owner of that path and at `dmesg` there", node)
+        advice = "look at how its file system is mounted"
+        return SparkserveError("read_only", f"nothing can be written: {message}", advice, node)
+    return SparkserveError(otherwise, message, hint, node)
 
 
 def node_error(node: str, do: str, error: Mapping[str, Any]) -> SparkserveError:

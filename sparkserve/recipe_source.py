@@ -63,7 +63,7 @@ def _read(directory: Path, seen: list[Path]) -> tuple[dict[str, Any], list[Path]
         return table, [directory]
     if not isinstance(parent, str):
         message = f"{path}: `extends` should be the name or path of a recipe"
-        raise usage_error("recipe_invalid", message, "`sparkserve recipes list` shows the names")
+        raise usage_error("recipe_invalid", message, "`sparkserve recipes` shows the names")
     beside = directory.parent / parent
     where = beside if (beside / "recipe.toml").is_file() else find_directory(parent)
     base, directories = _read(where, [*seen, directory.resolve()])

@@ -91,6 +91,6 @@ def test_every_error_code_is_read_from_the_code() -> None:
         "skip_unknown",
     }
     source = "def give(text):\n    raise SparkserveError({}, 'it failed')\n"
-    assert [code.name for code in error_codes._codes_in(ast.parse(source.format("'known'")))] == ["known"]
+    assert [code.name for code in error_codes._codes_in(ast.parse(source.format("'known'")), {})] == ["known"]
     with pytest.raises(ValueError, match="give, line 2: which code is text"):
-        list(error_codes._codes_in(ast.parse(source.format("text"))))
+        list(error_codes._codes_in(ast.parse(source.format("text")), {}))

@@ -155,7 +155,7 @@ class Engine:
         """Nothing to end."""
 
 
-INFINIBAND = [{"PathOnHost": "/dev/infiniband/uverbs0"}]
+INFINIBAND = [{"PathOnHost": "/dev/infiniband/uverbs0", "PathInContainer": "/dev/infiniband/uverbs0"}]
 
 
 @pytest.mark.parametrize(

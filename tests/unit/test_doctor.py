@@ -16,7 +16,18 @@ from typing import Any, cast
 import pytest
 from rich.table import Table
 
-from sparkserve import cli, doctor, doctor_record, doctor_repair, image, link_proof, lock, ssh_trust, takeover_facts
+from sparkserve import (
+    cli,
+    cluster,
+    doctor,
+    doctor_record,
+    doctor_repair,
+    image_facts,
+    link_proof,
+    lock,
+    ssh_trust,
+    takeover_facts,
+)
 from sparkserve.blueprint import Seen, load_facts
 from sparkserve.check_catalog import CATALOG
 from sparkserve.checks import Check
@@ -314,7 +325,7 @@ def test_an_image_that_docker_could_not_be_asked_for_is_not_absent(
 ) -> None:
     known = lock.Lock(schema=1, recipe=session.recipe.name, weights=(), image=lock.LockedImage(reference=""))
     monkeypatch.setattr(lock, "read_lock", lambda *_: known)
-    monkeypatch.setattr(image, "tag_of", lambda *_: "ours:1")
+    monkeypatch.setattr(image_facts, "tag_of", lambda *_: "ours:1")
     raw = silenced(seen, "docker", page, {"error": "timeout"})
     raw["head"]["facts"]["docker"]["/images/ours:1/json"] = {"status": 404, "body": None}
     if unseen:
@@ -375,11 +386,12 @@ def test_fix_looks_again_as_it_looked_before(
 ) -> None:
     asked: list[dict[str, Any]] = []
 
-    def look(_session: object, **how: Any) -> Report:
+    def look(_session: object, _opened: object = None, **how: Any) -> Report:
         asked.append(how)
         return Report((check("docker", "ok"),), (), {"worker": UNKNOWN} if len(asked) == 1 else {})
 
     monkeypatch.setattr(doctor, "examine", look)
+    monkeypatch.setattr(cluster, "connect", lambda *_, **_how: contextlib.nullcontext())
     monkeypatch.setattr(ssh_trust, "meet", lambda *_: None)
     (tmp_path / ".env").write_text("SPARKSERVE_WORKER=spark@192.168.1.22\n")
     words = ["--env-file", str(tmp_path / ".env"), "--link", "--record", str(tmp_path / "facts"), "--fix", "--yes"]
@@ -484,7 +496,7 @@ def test_an_unknown_host_key_takes_a_person_whatever_was_agreed_to(
     monkeypatch.setattr(ssh_trust, "meet", meet)
     reports = [Report((), (), {"worker": UNKNOWN}), Report((check("docker", "ok"),), ())]
     left = list(reports)
-    found = doctor_repair.repair(session, lambda: left.pop(0), lambda _: False, person)
+    found = doctor_repair.repair(session, lambda _=None: left.pop(0), lambda _: False, person)
     assert asked == [("Trust it?", "it to init: --accept-host-key SHA256:abc")]
     assert found is reports[1]
 
@@ -534,7 +546,7 @@ def test_nothing_is_done_that_nobody_agreed_to(session: Session) -> None:
         asked.append(question)
         return False
 
-    assert doctor_repair.repair(session, lambda: wrong, refuse, lambda *_: False) is wrong
+    assert doctor_repair.repair(session, lambda _=None: wrong, refuse, lambda *_: False) is wrong
     assert asked == [
         "head: sudo install -d -o anna /data?",
         "worker: write a rule for /etc/sudoers.d to a file on the head, for you to read?",

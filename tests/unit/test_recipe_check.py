@@ -252,7 +252,7 @@ def test_known_warnings_are_told_before_a_start_is_planned(monkeypatch: pytest.M
     recipe = load_recipe("tensorfold-1017-bf16-overrides")
     told: list[str] = []
 
-    def plan_start(*_: object) -> None:
+    def plan_start(*_: object, **_how: object) -> None:
         assert told == [*recipe.warnings]
         raise Interrupted
 
