@@ -47,6 +47,7 @@ _FILE_SYSTEMS = ("btrfs", "ext3", "ext4", "f2fs", "xfs", "zfs")
 _NEIGHBOURS = ["ip", "-json", "-4", "neigh"]
 _HOME = "~/sparkserve"
 _DISCARD_PORT = 9
+_SSH_PORT = 22
 _ANSWER_SECONDS = 1.0
 _SMALL_NETWORK = 24
 # Room that stays free beside what a recipe needs.
@@ -203,9 +204,20 @@ def _find_neighbour(settings: Settings) -> str:
             time.sleep(_ANSWER_SECONDS / 10)
             answer = head.session.ask("facts", commands={"neighbours": _NEIGHBOURS})["commands"]["neighbours"]
             found = parse_neighbours(answer["out"] if answer and answer["code"] == 0 else "[]", ports)
-        return found
+        return found if found and _is_there(found) else ""
     finally:
         head.close()
+
+
+def _is_there(address: str) -> bool:
+    """Whether a machine is at an address now: the kernel remembers neighbours that are long gone."""
+    try:
+        socket.create_connection((address, _SSH_PORT), _ANSWER_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def list_unheard(facts: LinkFacts, ports: Set[str]) -> Iterator[str]:

@@ -180,6 +180,8 @@ def unaddressed(pair: Pair) -> Iterator[Pair]:
 
 def test_a_cable_without_addresses_leaves_them_open(unaddressed: Pair) -> None:
     unaddressed.head.run(["rm", "-f", ".env"])
+    gone = ["ip", "neigh", "replace", unaddressed.worker.link_address, "lladdr", "02:00:00:00:00:09", "nud", "stale"]
+    unaddressed.head.run([*gone, "dev", unaddressed.head.link_interface], user="root")
     answer = unaddressed.ask("init", *RECIPE)
     assert codes(answer) == (2, ["needs_value"]), "nobody answers on the cable"
     assert answer["errors"][0]["hint"] == "add ADDRESS, as in `sparkserve init spark@192.168.1.22`"
