@@ -106,7 +106,7 @@ def _proofs(words: tuple[str, ...], lines: list[str], seconds: float) -> list[Ro
         "doctor": lines[-1],
         "init": lines[-1],
         "config": f"{len(read_table(lines, *CONFIG))} settings",
-        "link": f"drawn, {len(read_table(lines, *CHECKS))} checks",
+        "link": f"drawn, {len(read_table(lines, *CHECKS)) or 'nothing'} odd",
         "lock": f"{len(files)} sources resolved, with {sum(files)} files",
         "up": lines[-1].strip(),
         "verify": proved,
