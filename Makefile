@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help check test test-all test-vllm rehearse bench clean lab-ready
+.PHONY: help check test test-all test-vllm rehearse bench wheels clean lab-ready
 
 python := .venv/bin/python
 installed := .venv/.installed
@@ -37,6 +37,9 @@ rehearse: lab-ready $(installed) ## The whole line, up to verify and stop, on th
 bench_lab := $(if $(filter-out cli,$(or $(ONLY),all)),lab-ready)
 bench: $(installed) $(bench_lab) ## Figures and their limits; ONLY="cli" takes some
 	$(python) -m tests.bench $(ONLY)
+
+wheels: $(installed) ## Ask the package index whether a Spark gets a wheel of every pinned dependency
+	@.ci/aarch64_wheels.sh
 
 clean: ## Take the lab down; remove .venv, .lab, .bench and caches
 	@.ci/clean.sh
