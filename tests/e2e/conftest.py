@@ -15,6 +15,9 @@ OTHER = f"{HOME}/recipes/other"
 def shared_pair() -> Iterator[Pair]:
     """Bring the lab up once; what is downloaded and built stays for the next test."""
     with paired() as pair:
+        for node in pair.lab.nodes:  # engine images of an earlier state of this checkout are nothing to count
+            old = node.docker("images", "-q", "--filter", "label=sparkserve.recipe").split()
+            node.run(["docker", "rmi", "-f", *old], check=False)
         yield pair
 
 
