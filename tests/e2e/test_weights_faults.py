@@ -181,7 +181,7 @@ def test_a_file_that_is_not_what_it_was(prepared: Pair, role: str, harm: str) ->
     argv = {
         "flip": ["python3", "-c", FLIP, path],
         "truncate": ["truncate", "--size=-1", path],
-        "link": ["sh", "-c", 'mv "$1" "$1.old" && ln -s "$1.old" "$1"', "sh", path],
+        "link": ["sh", "-c", 'mv "$1" ~/aside && ln -s ~/aside "$1"', "sh", path],
         "grow": ["sh", "-c", 'printf x >> "$1"', "sh", path],
         "remove": ["rm", path],
         "directory": ["sh", "-c", 'rm "$1" && mkdir "$1"', "sh", path],
@@ -200,7 +200,7 @@ def test_a_file_that_is_not_what_it_was(prepared: Pair, role: str, harm: str) ->
         assert (node.root / path[1:]).is_file()
         assert not (node.root / path[1:]).is_symlink()
     finally:
-        node.run(["rm", "-f", f"{path}.old"])
+        node.run(["sh", "-c", "rm -f ~/aside"])
 
 
 # -- a launcher that is killed ----------------------------------------------------------------------------------------
