@@ -5,6 +5,7 @@ Standard library only, Python 3.9 or newer: it is sent to a node with `node_prog
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import os
@@ -77,7 +78,13 @@ def read_frames(stream: Any, limit: int) -> dict[str, Any]:  # noqa: ANN401 - an
 
 
 def serves() -> bool:
-    """Whether an engine of ours runs here, which must not be disturbed; a Docker that is silent may have one."""
+    """Whether an engine of ours runs here, which must not be disturbed; asked often, and looked up twice a second."""
+    return _serves(int(time.monotonic() * 2))
+
+
+@functools.lru_cache(maxsize=1)
+def _serves(_moment: int) -> bool:
+    """Look; a Docker that is silent may have one."""
     words = urllib.parse.urlencode({"filters": json.dumps({"label": ["sparkserve.owner=sparkserve"]})})
     found = docker_get(f"/containers/json?{words}")
     return bool(found.get("body")) or found.get("error") in ("timeout", "failed")
