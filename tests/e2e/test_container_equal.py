@@ -66,7 +66,8 @@ def inspected(client: docker.APIClient, name: str) -> dict[str, Any]:
     found: dict[str, Any] = client.inspect_container(name)
     for key in VOLATILE:
         del found[key]
-    # The command sorts these, docker-py keeps their order; it means nothing.
+    # The order of these means nothing: the command sorts some, docker-py keeps it, the engine reads mounts from a map.
+    found["Mounts"].sort(key=lambda mount: mount["Destination"])
     found["Config"]["Env"].sort()
     found["HostConfig"]["Ulimits"].sort(key=lambda limit: limit["Name"])
     found["HostConfig"]["DeviceRequests"] = [without_nothing(item) for item in found["HostConfig"]["DeviceRequests"]]
