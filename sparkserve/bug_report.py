@@ -14,9 +14,9 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from sparkserve import __version__
-from sparkserve.cluster import state_dir
 from sparkserve.errors import SparkserveError
 from sparkserve.hosts import mask
+from sparkserve.settings import state_dir
 
 _KEPT = 10
 # What a disk, a mount or a mode does to us.

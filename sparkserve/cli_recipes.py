@@ -95,8 +95,7 @@ def add(
     its containers, which get the GPUs and the network.
     """
     from sparkserve import recipe_git
-    from sparkserve.cluster import state_dir
-    from sparkserve.settings import process_environment
+    from sparkserve.settings import process_environment, state_dir
 
     state = state_dir(process_environment())
     found = recipe_git.fetch(address, state)

@@ -10,7 +10,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -346,12 +346,6 @@ def _worker_host(settings: Settings, *, lenient: bool) -> Host:
         if lenient and error.exit_code == EXIT_COULD_NOT_LOOK:
             return UnreachableHost("worker", error)
         raise
-
-
-def state_dir(environment: Mapping[str, str]) -> Path:
-    """Give the XDG state directory of sparkserve on the head."""
-    base = environment.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(base) / "sparkserve"
 
 
 @contextlib.contextmanager

@@ -84,9 +84,16 @@ class Host(ABC):
     def close(self) -> None:  # noqa: B027 - a host without a connection has none to give back
         """Give the connection back."""
 
-    def bulk_argv(self, argv: Sequence[str], link_address: str) -> list[str]:  # noqa: ARG002 - for those that are far
+    def bulk_argv(self, argv: Sequence[str], link_address: str, login: str = "") -> list[str]:  # noqa: ARG002 - for those that are far
         """Give the command of this machine that runs `argv` there with pipes of its own, for bulk data."""
         return list(argv)
+
+    def take_login(self) -> str:
+        """Give a login for `bulk_argv` that nobody uses now; empty where there is none to share."""
+        return ""
+
+    def give_login_back(self, login: str) -> None:  # noqa: B027 - see above
+        """Let the next one have a login that has just worked."""
 
     def run(
         self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 60.0, check: bool = True

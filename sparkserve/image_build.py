@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sparkserve import state_file
-from sparkserve.cluster import Deployment, Node, state_dir
+from sparkserve.cluster import Deployment, Node
 from sparkserve.errors import SparkserveError
 from sparkserve.git import export_commit, fetch_commit
 from sparkserve.hosts import Host
@@ -28,7 +28,7 @@ from sparkserve.image_facts import (
 )
 from sparkserve.plan import Work
 from sparkserve.recipe import Image
-from sparkserve.settings import process_environment
+from sparkserve.settings import process_environment, state_dir
 from sparkserve.streams import follow
 from sparkserve.system_text import parse_meminfo
 

@@ -29,7 +29,7 @@ from sparkserve import (
     state_file,
     tuning,
 )
-from sparkserve.cluster import ROLES, Cluster, Deployment, Node, connect, pair_lock, require_worker, state_dir
+from sparkserve.cluster import ROLES, Cluster, Deployment, Node, connect, pair_lock, require_worker
 from sparkserve.endpoint import open_endpoint
 from sparkserve.engine_stop import abandon
 from sparkserve.engine_watch import is_half_started
@@ -38,7 +38,7 @@ from sparkserve.parameters import decide_parameters, secrets_to_mask
 from sparkserve.plan import Applied, ApplyReport, Change, Interrupted, Plan, apply, select
 from sparkserve.recipe import Recipe
 from sparkserve.recipe_source import load_recipe
-from sparkserve.settings import Loaded, Settings, load, read_secret
+from sparkserve.settings import Loaded, Settings, load, read_secret, state_dir
 from sparkserve.verify import Exam, Proof, verify
 
 if TYPE_CHECKING:

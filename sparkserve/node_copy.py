@@ -90,7 +90,7 @@ def _copy_whole(job: Copy, work: Work) -> str:
     while True:
         offset = _resume_point(job)
         try:
-            with _Stream(job, offset) as stream:
+            with _Stream(job, offset, "" if failures else job.remote.host.take_login()) as stream:
                 return stream.run(work)
         except _Cut as cut:
             failures = 1 if cut.position - offset >= _PROGRESS_BYTES else failures + 1
@@ -134,8 +134,9 @@ def _gave_up(job: Copy, failures: int, reason: str) -> SparkserveError:
 class _Stream:
     """The processes of one attempt: (the sender,) and the receiver, which tells how far it is."""
 
-    def __init__(self, job: Copy, offset: int) -> None:
+    def __init__(self, job: Copy, offset: int, login: str) -> None:
         self._job = job
+        self._login = login
         self._position = offset
         self._dropped = offset
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the stream
@@ -166,7 +167,7 @@ class _Stream:
 
     def _start(self, node: Node, argv: list[str], stdin: int | IO[bytes]) -> subprocess.Popen[bytes]:
         gently = ["nice", "-n", "19"] if node.session.ask("serves") else []
-        argv = node.host.bulk_argv([*gently, *argv], node.link_address)
+        argv = node.host.bulk_argv([*gently, *argv], node.link_address, self._login)
         # A session of its own: Ctrl-C reaches it through us only.
         process = subprocess.Popen(
             argv, stdin=stdin, stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True
@@ -189,6 +190,7 @@ class _Stream:
             *lines, pending = (pending + data).split(b"\n")
             for message in filter(None, map(_parse, lines)):
                 if "digest" in message:
+                    self._job.remote.host.give_login_back(self._login)
                     return str(message["digest"])
                 self._take(message, work)
             if not data:

@@ -290,6 +290,12 @@ def process_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def state_dir(environment: Mapping[str, str]) -> Path:
+    """Give the XDG state directory of sparkserve on the head."""
+    base = environment.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "sparkserve"
+
+
 def read_private(path: Path, purpose: str) -> str:
     """Read a text that only its owner may read; empty where it is no text."""
     path = path.expanduser()

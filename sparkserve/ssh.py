@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
-from sparkserve.settings import Settings
+from sparkserve.settings import Settings, process_environment, state_dir
 from sparkserve.ssh_host import SshHost
 
 if TYPE_CHECKING:
@@ -45,8 +45,11 @@ class SshTarget:
     proxy_command: str = ""
     hash_known_hosts: bool = False
 
-    def bulk_command(self, link_address: str = "") -> list[str]:
-        """Give the OpenSSH argv for bulk data, over the link address if one is named; the host key is the same one."""
+    def bulk_command(self, link_address: str = "", login: str = "") -> list[str]:
+        """Give the OpenSSH argv for bulk data, over the link address if one is named; the host key is the same one.
+
+        The first command that names a `login` (the path of a socket) makes it, later ones use it, one after the other.
+        """
         options = {
             "BatchMode": "yes",
             "StrictHostKeyChecking": "yes",
@@ -58,9 +61,11 @@ class SshTarget:
             "ConnectTimeout": "10",
             "ServerAliveInterval": "10",
             "ServerAliveCountMax": "3",
-            "ControlPath": "none",
+            "ControlPath": login or "none",
             "ClearAllForwardings": "yes",
         }
+        if login:
+            options |= {"ControlMaster": "auto", "ControlPersist": "5"}
         if link_address:
             options |= {"HostName": link_address, "ProxyCommand": "none", "ProxyJump": "none"}
         words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
@@ -151,7 +156,7 @@ def connect(settings: Settings, node: str = "worker") -> SshHost:
     transport = client.get_transport()
     if transport is not None:
         transport.set_keepalive(10)
-    return SshHost(node, target, client)
+    return SshHost(node, target, client, state_dir(process_environment()) / "ssh")
 
 
 def import_paramiko() -> ModuleType:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import re
 import shlex
+import subprocess
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from sparkserve.errors import SparkserveError
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
 _SESSIONS = 6
 _CLOSED = io.BytesIO()
 _CLOSED.close()
+# A socket's path has at most 107 bytes, of which ssh takes 17 for itself while it makes one; it expands the others.
+_SOCKET_PATH = re.compile(r"[A-Za-z0-9_/.@+-]{1,90}")
 
 
 class SshProcess:
@@ -97,11 +103,15 @@ class SshProcess:
 class SshHost(Host):
     """A machine over one SSH connection; many commands share it, each on a channel of its own."""
 
-    def __init__(self, name: str, target: SshTarget, client: paramiko.SSHClient) -> None:
+    def __init__(self, name: str, target: SshTarget, client: paramiko.SSHClient, sockets: Path) -> None:
         super().__init__(name)
         self.target = target
         self.client = client
+        self._sockets = sockets
         self._slots = threading.Semaphore(_SESSIONS)
+        self._lock = threading.Lock()
+        self._logins: list[str] = []
+        self._free_logins: list[str] = []
 
     def open(self, argv: Sequence[str]) -> Process:
         """See `Host`."""
@@ -127,10 +137,34 @@ class SshHost(Host):
                 raise connection_lost(self.name, str(error)) from error
             raise
 
-    def bulk_argv(self, argv: Sequence[str], link_address: str) -> list[str]:
+    def bulk_argv(self, argv: Sequence[str], link_address: str, login: str = "") -> list[str]:
         """See `Host`: an OpenSSH process, over the link address if one is named."""
-        return [*self.target.bulk_command(link_address), shlex.join(argv)]
+        return [*self.target.bulk_command(link_address, login), shlex.join(argv)]
+
+    def take_login(self) -> str:
+        """See `Host`: a login takes as long as 60 MiB, and a process of its own encrypts what goes through it."""
+        with self._lock:
+            if self._free_logins:
+                return self._free_logins.pop()
+            path = str(self._sockets / f"{os.getpid()}-{len(self._logins)}")
+            try:
+                self._sockets.mkdir(parents=True, exist_ok=True, mode=0o700)
+            except OSError:
+                return ""
+            if not _SOCKET_PATH.fullmatch(path):
+                return ""
+            self._logins.append(path)
+            return path
+
+    def give_login_back(self, login: str) -> None:
+        """See `Host`."""
+        if login:
+            self._free_logins.append(login)
 
     def close(self) -> None:
-        """See `Host`."""
+        """See `Host`; logins also end by themselves a few seconds after their last use."""
+        for login in self._logins:
+            argv = ["ssh", "-F", "none", "-o", f"ControlPath={login}", "-O", "exit", self.name]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(argv, stderr=subprocess.DEVNULL, timeout=5, check=False)
         self.client.close()

@@ -43,7 +43,7 @@ class Scripted(LocalHost):
         super().__init__("worker")
         self.line = line
 
-    def bulk_argv(self, argv: Sequence[str], link_address: str) -> list[str]:
+    def bulk_argv(self, argv: Sequence[str], link_address: str, login: str = "") -> list[str]:
         return ["bash", "-c", self.line, "bash", *argv]
 
 

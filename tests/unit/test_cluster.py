@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from sparkserve import cluster
-from sparkserve.cluster import Cluster, Deployment, Node, connect, pair_lock, state_dir
+from sparkserve.cluster import Cluster, Deployment, Node, connect, pair_lock
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, EXIT_USAGE, Failures, SparkserveError, flatten
 from sparkserve.manifest import Manifest, ManifestFile
 from sparkserve.planning import is_warm
 from sparkserve.recipe_source import load_recipe
-from sparkserve.settings import Settings
+from sparkserve.settings import Settings, state_dir
 from tests.fakes import FakeSession, make_cluster, make_node
 from tests.unit.cases import ROOT
 from tests.unit.deployments import make_lock

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import os
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -245,3 +246,32 @@ def test_bulk_data_takes_the_same_key_and_no_proxy(client: Client, server: Sshd)
     answer = subprocess.run([*argv, "cat"], input=MEGABYTES, capture_output=True, timeout=30, check=False)
     assert (answer.returncode, answer.stderr) == (0, b"")
     assert answer.stdout == MEGABYTES
+
+
+def test_streams_share_a_login(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = tempfile.TemporaryDirectory(dir="/tmp")
+    monkeypatch.setenv("XDG_STATE_HOME", short.name)
+    host = client.connect()
+
+    def connection(login: str) -> str:
+        argv = host.bulk_argv(["printenv", "SSH_CONNECTION"], "", login)
+        # Whoever holds the login keeps our stderr: reading that to its end would wait for the login's own end.
+        return subprocess.run(argv, stdout=subprocess.PIPE, text=True, timeout=30, check=True).stdout
+
+    one, other = host.take_login(), host.take_login()
+    found = [connection(login) for login in (one, one, other, "")]
+    assert found[0] == found[1]
+    assert len({*found}) == 3
+    host.give_login_back(other)
+    assert host.take_login() == other
+    assert Path(one).is_socket()
+    host.close()
+    wait_for(lambda: not list(Path(one).parent.iterdir()), "the logins have ended")
+    short.cleanup()
+
+
+def test_no_login_is_shared_by_too_long_a_name(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / ("n" * 80)))
+    host = client.connect()
+    assert host.take_login() == ""
+    host.close()

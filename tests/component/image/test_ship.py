@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,7 +161,7 @@ def test_an_interrupt_ends_the_program_between_and_what_it_began(half_there: Dep
 def test_the_worker_is_loaded_over_the_cable() -> None:
     target = SshTarget("spark@worker", "10.0.0.2", 22, "spark", (), (), "10.0.0.2")
     settings = Settings.model_validate({"worker": "spark@worker", "worker_link": "192.168.100.11"})
-    node = make_node("worker", settings, host=SshHost("worker", target, None))  # type: ignore[arg-type]
+    node = make_node("worker", settings, host=SshHost("worker", target, None, Path()))  # type: ignore[arg-type]
     command = node.host.bulk_argv(["docker", "load"], node.link_address)
     assert command[0] == "ssh"
     assert "HostName=192.168.100.11" in command
