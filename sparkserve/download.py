@@ -82,6 +82,7 @@ class _Fetch:
         self._wanted, self._partial = wanted, partial
         self._stop = StopSign()
         self._source = Source(hub, wanted, self._stop)
+        self._place = hub.turns.begin()
         self._lock = threading.Lock()
         self._spans = deque(_make_spans(partial, hub.limits))
         self._received = partial.done_bytes
@@ -143,9 +144,10 @@ class _Fetch:
         while span.position < span.end:
             begun = span.position
             try:
-                exchange, start = self._source.open(span.position, span.end)
-                with exchange:
-                    self._receive(exchange, start, span, buffer)
+                with self._hub.turns.take(self._place, self._stop):
+                    exchange, start = self._source.open(span.position, span.end)
+                    with exchange:
+                        self._receive(exchange, start, span, buffer)
             except Trouble as trouble:
                 progress = span.position - begun >= min(_PROGRESS_BYTES, self._limits.segment_bytes)
                 failures = 1 if progress else failures + 1

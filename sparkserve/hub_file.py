@@ -10,7 +10,7 @@ from sparkserve.errors import SparkserveError
 from sparkserve.hub import hub_refused, retry_after
 from sparkserve.inventory import Item
 from sparkserve.settings import Settings
-from sparkserve.web import Connections, Exchange, Limits, Pace, StopSign, Trouble, origin_of
+from sparkserve.web import Connections, Exchange, Limits, Pace, StopSign, Trouble, Turns, origin_of
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 6
@@ -27,6 +27,7 @@ class Hub:
     def __post_init__(self) -> None:
         self.connections = Connections(self.limits)
         self.pace = Pace(self.settings.rate_limit)
+        self.turns = Turns(self.limits.all_connections)
 
     def token_for(self, url: str) -> dict[str, str]:
         """Give the header with the token, for the hub's own host only."""

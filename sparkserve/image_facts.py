@@ -48,7 +48,7 @@ class ImageFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """The image on one node (None where it is absent), the room of Docker's directory, and the engine's API version.
+    """The image on one node (None where it is absent), and the room of Docker's directory.
 
     `chains` are the layers of every image on which missing layers could be loaded; none in containerd's image store,
     which gives and takes whole images only. `known_flags` are those for which each program of it was asked before.
@@ -57,7 +57,6 @@ class Facts:
     image: ImageFacts | None
     free_bytes: int
     docker_root: str
-    api_version: tuple[int, ...]
     chains: tuple[tuple[str, ...], ...] = ()
     known_flags: Mapping[Program, Set[str]] = field(default_factory=dict)
 
@@ -150,21 +149,26 @@ def differing_labels(deployment: Deployment, image: ImageFacts) -> list[str]:
 
 def gather(node: Node, name: str) -> Facts:
     """Ask a node's Docker engine for an image and for its room."""
-    pages = {"image": _page(name), "history": f"/images/{name}/history", "info": "/info", "version": "/version"}
+    pages = {"image": _page(name), "history": f"/images/{name}/history", "info": "/info"}
     answers = node.session.ask("facts", docker=list(pages.values()))["docker"]
-    info, version = (docker_body(answers[pages[name]], node.role, EXIT_NOT_READY) for name in ("info", "version"))
+    info = docker_body(answers[pages["info"]], node.role, EXIT_NOT_READY)
     root = str(info["DockerRootDir"])
     disk = node.session.ask("facts", disks=[root])["disks"][root]
     if "error" in disk:
         message = f"cannot look at the room of {root}: {disk['error']}"
         raise SparkserveError("docker_root", message, f"`sudo ls -ld {root}`", node.role, exit_code=EXIT_NOT_READY)
-    api_version = tuple(int(part) for part in str(version["ApiVersion"]).split("."))
     image = find_image(node, answers[pages["image"]])
     if image is not None and (history := _found(node, answers[pages["history"]])):
         image = replace(image, steps=tuple(step["Size"] for step in reversed(history)))
     takes_layers = "driver-type" not in dict(info.get("DriverStatus") or ())
     chains = _chains(node, image) if takes_layers else ()
-    return Facts(image, int(disk["free"]), root, api_version, chains)
+    return Facts(image, int(disk["free"]), root, chains)
+
+
+def find_api_version(node: Node) -> tuple[int, ...]:
+    """Ask a node's Docker engine which API it speaks."""
+    answer = node.session.ask("facts", docker=["/version"])["docker"]["/version"]
+    return tuple(int(part) for part in str(docker_body(answer, node.role, EXIT_NOT_READY)["ApiVersion"]).split("."))
 
 
 def _chains(node: Node, image: ImageFacts | None) -> tuple[tuple[str, ...], ...]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparkserve import save_program
-from sparkserve.cluster import Cluster
+from sparkserve.cluster import Cluster, Node
 from sparkserve.errors import SparkserveError
-from sparkserve.image_facts import Facts, ImageFacts, check_room, gather
+from sparkserve.image_facts import Facts, ImageFacts, check_room, find_api_version, gather
 from sparkserve.plan import Work
 from sparkserve.streams import Joined, join
 
@@ -36,7 +36,8 @@ def ship(cluster: Cluster, tag: str, work: Work) -> str:
         return f"{len(image.layers)} layers are there already"
     # Docker writes what it saves to its own directory before it gives the first byte.
     check_room(cluster.head, head, image.size, "give the image out")
-    size = _Shipment(cluster, _save_command(tag, head, image), image, worker).send(count_shared(head, worker), work)
+    save = _save_command(cluster.head, tag, image)
+    size = _Shipment(cluster, save, image, worker).send(count_shared(head, worker), work)
     loaded = gather(cluster.worker, tag).image
     if loaded is None or loaded.layers != image.layers:
         observed = "is absent" if loaded is None else f"has {len(loaded.layers)} other layers"
@@ -45,8 +46,8 @@ def ship(cluster: Cluster, tag: str, work: Work) -> str:
     return f"{len(loaded.layers)} layers as on the head, {size / 1e6:,.1f} MB moved"
 
 
-def _save_command(tag: str, head: Facts, image: ImageFacts) -> list[str]:
-    platform = ["--platform", f"linux/{image.architecture}"] if head.api_version >= _SAVE_PLATFORM_API else []
+def _save_command(head: Node, tag: str, image: ImageFacts) -> list[str]:
+    platform = ["--platform", f"linux/{image.architecture}"] if find_api_version(head) >= _SAVE_PLATFORM_API else []
     return ["docker", "save", *platform, tag]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import http.client
+import itertools
 import socket
 import ssl
 import threading
@@ -28,7 +29,7 @@ _USER_AGENT = "sparkserve"
 
 @dataclass(frozen=True)
 class Limits:
-    """How large the pieces are, how many connections a file gets, and how patient we are; seconds and bytes.
+    """How large the pieces are, how many connections a file and all files get, how patient we are; seconds and bytes.
 
     A connection that brings less than `least_bytes` while we wait `read_seconds` for it is dropped.
     """
@@ -36,6 +37,7 @@ class Limits:
     segment_bytes: int = 8 << 20
     span_segments: int = 32
     connections: int = 6
+    all_connections: int = 10
     connect_seconds: float = 10.0
     read_seconds: float = 30.0
     least_bytes: int = 32 << 10
@@ -131,6 +133,40 @@ class Pace:
         """Wait for the end of a pause."""
         while (left := self._held_until - time.monotonic()) > 0:
             stop.sleep(left)
+
+
+class Turns:
+    """Gives connections to the file that was begun first: whole sooner, it is on its way to the worker sooner."""
+
+    def __init__(self, width: int) -> None:
+        self._free = width
+        self._waiting: list[int] = []
+        self._changed = threading.Condition()
+        self._begun = itertools.count()
+
+    def begin(self) -> int:
+        """Give a file its place behind all others."""
+        return next(self._begun)
+
+    @contextlib.contextmanager
+    def take(self, place: int, stop: StopSign) -> Iterator[None]:
+        """Hold one connection's turn."""
+        with self._changed:
+            self._waiting.append(place)
+            try:
+                while not self._free or place != min(self._waiting):
+                    stop.check()
+                    self._changed.wait(0.5)
+                self._free -= 1
+            finally:
+                self._waiting.remove(place)
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += 1
+                self._changed.notify_all()
 
 
 @dataclass(frozen=True)
