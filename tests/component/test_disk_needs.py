@@ -90,7 +90,7 @@ def test_a_first_start_writes_its_caches_on_both_nodes(stage: Pair, step: str) -
 def test_doctor_and_start_need_the_same_room(stage: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(node: Node, deployment: Deployment) -> Facts:
         there = ImageFacts(("a",), {}, "arm64", 90) if node.role == "head" else None
-        return Facts(there, 10**12, "/var/lib/docker", (1, 48))
+        return Facts(there, 10**12, "/var/lib/docker")
 
     monkeypatch.setattr(image, "gather", gather)
     memory = RECIPE.memory.model_copy(update={"first_start_disk_bytes": 106})
@@ -116,7 +116,7 @@ def test_before_weights_are_fetched_the_image_after_them_counts(
 ) -> None:
     def gather(node: Node, deployment: Deployment) -> Facts:
         layers = there.get(node.role)
-        return Facts(ImageFacts(layers, {}, "arm64", 90) if layers else None, 10**12, "/var/lib/docker", (1, 48))
+        return Facts(ImageFacts(layers, {}, "arm64", 90) if layers else None, 10**12, "/var/lib/docker")
 
     monkeypatch.setattr(image, "gather", gather)
     stage.fill("head", "worker")

@@ -14,6 +14,7 @@ from sparkserve.download import download
 from sparkserve.errors import SparkserveError
 from sparkserve.hub_file import Hub as HubClient
 from sparkserve.plan import Cancelled
+from sparkserve.web import Stopped, StopSign, Turns
 from tests.component.weights_stage import (
     FILE,
     QUICK,
@@ -302,3 +303,32 @@ def test_no_file_and_no_thread_stays_open(hub: Hub, repo: ModelRepo, path: Path)
     # The hub's side of a connection that we closed may live a moment longer.
     wait_until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)
     assert threads_left() == []
+
+
+def test_connections_go_to_the_file_that_was_begun_first() -> None:
+    turns, stop = Turns(1), StopSign()
+    order: list[int] = []
+    first, second = turns.begin(), turns.begin()
+
+    def take(place: int) -> None:
+        with turns.take(place, stop):
+            order.append(place)
+
+    with turns.take(first, stop):
+        threads = [threading.Thread(target=take, args=(place,)) for place in (second, second, first)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(turns._waiting) == 3)
+    for thread in threads:
+        thread.join(10)
+    assert order == [first, second, second]
+
+
+def test_who_is_stopped_waits_for_no_turn_and_takes_none() -> None:
+    turns, stop = Turns(1), StopSign()
+    with turns.take(turns.begin(), stop):
+        stop.raise_it()
+        with pytest.raises(Stopped), turns.take(turns.begin(), stop):
+            pytest.fail("took a turn that nobody gave")
+    with turns.take(turns.begin(), StopSign()):
+        assert not turns._waiting

@@ -73,12 +73,12 @@ def test_a_finished_image_is_named_by_its_digest(recipe: Recipe) -> None:
 
 def facts_of(labels: dict[str, str], layers: tuple[str, ...] = ("1",), architecture: str = "amd64") -> Facts:
     found = ImageFacts(layers, labels, architecture, 1000)
-    return Facts(found, 10**12, "/docker", (1, 41), known_flags={PROGRAM: FLAGS})
+    return Facts(found, 10**12, "/docker", known_flags={PROGRAM: FLAGS})
 
 
 PROGRAM = ("/opt/engine/run", "now")
 FLAGS = frozenset({"--rank", "--thinking", "--no-thinking"})
-ABSENT = Facts(None, 10**12, "/docker", (1, 41))
+ABSENT = Facts(None, 10**12, "/docker")
 
 
 def test_what_is_planned_for_what_is_found(deployment: Deployment) -> None:
@@ -109,7 +109,7 @@ def test_what_is_planned_for_what_is_found(deployment: Deployment) -> None:
 def test_only_what_the_worker_lacks_is_counted(deployment: Deployment) -> None:
     labels = image_facts.labels_of(deployment.recipe, deployment.lock)
     found = ImageFacts(("a", "b", "c"), labels, "amd64", 1000, steps=(600, 0, 300, 100))
-    head = Facts(found, 10**12, "/docker", (1, 41), chains=(found.layers,), known_flags={PROGRAM: FLAGS})
+    head = Facts(found, 10**12, "/docker", chains=(found.layers,), known_flags={PROGRAM: FLAGS})
     cases: list[tuple[tuple[tuple[str, ...], ...], str, int]] = [
         ((), "absent", 1000),
         ((("b",), ("x", "b", "c")), "absent", 1000),
