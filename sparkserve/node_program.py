@@ -32,7 +32,7 @@ from sparkserve.docker_program import docker_get, docker_logs, guard, serves
 from sparkserve.search_program import search
 
 Request = dict[str, Any]
-CHUNK = 8 * 1024 * 1024
+CHUNK = 1 << 20
 _output = threading.Lock()
 # Beside a serving engine one file of all requests is read at a time.
 _gently = threading.Lock()
@@ -290,7 +290,8 @@ def hash_files(request: Request, tell: Callable[[dict[str, int]], None]) -> dict
         return path, {"kind": "file", "size": found.st_size, "digest": digest}
 
     files = sorted(request["files"], key=lambda file: -file.get("size", 0))
-    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    # One more than there are cores: a hash that is being remembered waits for the disk.
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0)) + 1) as pool:
         return dict(pool.map(one, files))
 
 
