@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from sparkserve import blueprint, image_facts, link, lock, preflight, system, takeover_facts, weights
+from sparkserve import blueprint, image_facts, link, lock, planning, preflight, system, takeover_facts, weights
 from sparkserve.checks import Check, DiskNeed, Subject
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role, connect
 from sparkserve.doctor_record import Recorder, write_record
@@ -22,7 +22,7 @@ from sparkserve.link_proof import FLOOR_GBPS
 from sparkserve.operations import prove_cable
 from sparkserve.pair_checks import Difference, compare
 from sparkserve.parameters import decide_ports, read_api_key
-from sparkserve.plan import Change
+from sparkserve.plan import Change, Plan
 from sparkserve.settings import Settings, read_secret
 
 Found = TypeVar("Found")
@@ -135,9 +135,10 @@ def _find_needs(deployment: Deployment, roles: Collection[Role], *, plans: bool)
     is_locked = not isinstance(deployment.lock, lock.OpenLock)
     if is_locked and plans:
         begin = zip(ROLES, ("download", "sync"), strict=True)
-        changes = [Change(role, step, "weights", "not looked at", "there", lambda _work: "") for role, step in begin]
+        fetch = [Change(role, step, "weights", "not looked at", "there", lambda _work: "") for role, step in begin]
         with contextlib.suppress(SparkserveError):  # of Docker, whose own check tells
-            return preflight.disk_needs(deployment, changes)
+            later = planning.plan_preparation(deployment)
+            return preflight.disk_needs(deployment, Plan(tuple(fetch), tuple(later)))
     needs = []
     for node in nodes:
         missing = sum(one.expected_bytes for one in recipe.weights)

@@ -287,7 +287,7 @@ def plan_steps(
 def prepare(session: Session, deployment: Deployment, wanted: Plan, start: planning.Starting | None) -> None:
     """Hold the preflight: everything that would stop the plan half-way is told before its first change."""
     unlock_sudo(session, deployment.cluster, {change.node for change in wanted.changes if change.lane == "sudo"})
-    found = preflight.preflight(deployment, wanted.changes, start)
+    found = preflight.preflight(deployment, wanted, start)
     for check in found:
         is_skipped = check.id in session.skip_checks
         if check.verdict != "ok" and (is_skipped or check.verdict != "fail"):

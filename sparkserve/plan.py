@@ -55,9 +55,10 @@ def key_of(node: str, step: str, resource: str) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """All changes of a run, in the order in which they are shown."""
+    """All changes of a run, in the order in which they are shown; `later` are those left to other commands."""
 
     changes: tuple[Change, ...]
+    later: tuple[Change, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -309,4 +310,5 @@ def select(changes: Iterable[Change], steps: Iterable[str]) -> tuple[Plan, list[
         more = [need for need in found.pop().needs if need in every and need not in needed]
         needed.update(more)
         found += [every[need] for need in more]
-    return Plan(chosen), [every[key] for key in every if key in needed and every[key].step not in wanted]
+    later = tuple(change for change in every.values() if change.step not in wanted)
+    return Plan(chosen, later), [every[key] for key in every if key in needed and every[key].step not in wanted]

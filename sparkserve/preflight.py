@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 
-from sparkserve import derive, engine, host_checks, image, need_checks, pair_checks, system, takeover_facts, weights
+from sparkserve import engine, host_checks, need_checks, pair_checks, system, takeover_facts, weights
 from sparkserve.checks import Check, DiskNeed, Subject
 from sparkserve.cluster import ROLES, Deployment, Node, Role
 from sparkserve.link_checks import check_link
 from sparkserve.parameters import decide_ports
-from sparkserve.plan import Change
+from sparkserve.plan import Plan
 from sparkserve.planning import Starting, is_warm
 from sparkserve.takeover import find_ranks
 
@@ -27,8 +27,9 @@ def judge(subject: Subject, *, starting: bool = True) -> list[Check]:
     return of_nodes + [check for rule in of_pair for check in rule(subject)]
 
 
-def preflight(deployment: Deployment, changes: Sequence[Change], start: Starting | None) -> list[Check]:
+def preflight(deployment: Deployment, wanted: Plan, start: Starting | None) -> list[Check]:
     """Check all that the planned changes need, with every failure found at once."""
+    changes = wanted.changes
     ports = decide_ports(deployment.settings, deployment.recipe)
     nodes = deployment.cluster.nodes
     rooted = [node for node in nodes if any(one.lane == "sudo" and one.node == node.role for one in changes)]
@@ -39,7 +40,7 @@ def preflight(deployment: Deployment, changes: Sequence[Change], start: Starting
         deployment.recipe,
         deployment.cluster.on_both(lambda node: system.gather(node, tuple(ports.named.values()))),
         start.links if start is not None else {},
-        tuple(disk_needs(deployment, changes)),
+        tuple(disk_needs(deployment, wanted)),
         {node.role: node.host.sudo_password is not None for node in rooted},
     )
     found = judge(subject, starting=bool(created))
@@ -71,12 +72,12 @@ def check_foreign_pair(facts: Mapping[Role, takeover_facts.Facts]) -> list[Check
     ]
 
 
-def disk_needs(deployment: Deployment, changes: Sequence[Change]) -> list[DiskNeed]:
+def disk_needs(deployment: Deployment, wanted: Plan) -> list[DiskNeed]:
     """Add up what the planned changes will write; before weights are fetched, also what `up` will write after them."""
-    planned = {change.step for change in changes}
+    planned = {change.step for change in wanted.changes}
     fetches = not planned.isdisjoint({"download", "sync"})
     steps: Counter[tuple[str, str]] = Counter()
-    for change in [*changes, *(_plan_what_follows(deployment, planned) if fetches else [])]:
+    for change in wanted.changes + (wanted.later if fetches else ()):
         steps[change.node, change.step] += change.size
 
     def needs_of(node: Node) -> list[DiskNeed]:
@@ -92,16 +93,6 @@ def disk_needs(deployment: Deployment, changes: Sequence[Change]) -> list[DiskNe
 
     found = deployment.cluster.on_both(needs_of)
     return [need for role in ROLES for need in found[role]]
-
-
-def _plan_what_follows(deployment: Deployment, planned: Collection[str]) -> list[Change]:
-    """Plan what is made of or beside the weights, where the command at hand ends before it."""
-    both, found = deployment.cluster.on_both, []
-    if derive.STEP not in planned:
-        found += derive.plan(deployment, both(lambda node: derive.gather(node, deployment)))
-    if deployment.recipe.image.expected_bytes and {image.BUILD_STEP, image.SHIP_STEP}.isdisjoint(planned):
-        found += image.plan(deployment, both(lambda node: image.gather(node, deployment)))
-    return found
 
 
 def first_start_needs(deployment: Deployment, node: Node) -> list[DiskNeed]:

@@ -11,7 +11,7 @@ from sparkserve import doctor, image
 from sparkserve.cluster import ROLES, Deployment, Node
 from sparkserve.image_facts import Facts, ImageFacts
 from sparkserve.inventory import list_items
-from sparkserve.plan import Change, Work
+from sparkserve.plan import Change, Plan, Work
 from sparkserve.planning import look_for_weights
 from sparkserve.preflight import disk_needs
 from tests.component.weights_stage import KIB, RECIPE, Pair
@@ -28,8 +28,16 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> ModelRepo:
 
 
 def needs(stage: Pair, *more: Change) -> dict[tuple[str, str, str], int]:
-    found = disk_needs(stage.deployment, [*stage.changes(), *more])
+    found = disk_needs(stage.deployment, Plan((*stage.changes(), *more), later(stage)))
     return {(need.node, need.place, need.what): need.size for need in found if need.size}
+
+
+def later(stage: Pair) -> tuple[Change, ...]:
+    """Give what `up` makes after the weights: the image, where the recipe says how large one is."""
+    deployment = stage.deployment
+    if not deployment.recipe.image.expected_bytes:
+        return ()
+    return tuple(image.plan(deployment, deployment.cluster.on_both(lambda node: image.gather(node, deployment))))
 
 
 def change(node: str, step: str, size: int) -> Change:
@@ -96,8 +104,7 @@ def test_doctor_and_start_need_the_same_room(stage: Pair, monkeypatch: pytest.Mo
     memory = RECIPE.memory.model_copy(update={"first_start_disk_bytes": 106})
     update = {"memory": memory, "image": RECIPE.image.model_copy(update={"expected_bytes": 100})}
     stage = Pair(replace(stage.deployment, recipe=RECIPE.model_copy(update=update)), stage.repo)
-    images = image.plan(stage.deployment, stage.deployment.cluster.on_both(lambda node: gather(node, stage.deployment)))
-    wanted = disk_needs(stage.deployment, [*stage.changes(), *images, change("head", "start", 0)])
+    wanted = disk_needs(stage.deployment, Plan((*stage.changes(), *later(stage), change("head", "start", 0))))
     found = doctor._find_needs(stage.deployment, ROLES, plans=True)
     assert [need for need in found if need.size] == [need for need in wanted if need.size]
     assert [need.size for need in wanted if need.place == "docker"] == [90, 180]

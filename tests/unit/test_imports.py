@@ -56,7 +56,7 @@ ABOVE = {
     "setup": COMMANDS,
     "api_client": COMMANDS,
     "takeover_story": COMMANDS,
-    "planning": ("lifecycle", "attempt", "preflight", "doctor_record"),
+    "planning": ("lifecycle", "attempt", "preflight", "doctor", "doctor_record"),
     "preflight": ("lifecycle", "doctor"),
     "doctor": (*COMMANDS, "doctor_repair", "doctor_tables"),
     "progress": ("output", "*tables"),
