@@ -68,6 +68,7 @@ class _Look:
     lines: list[LogLine]
     available: int
     killed_at: int | None
+    since_end: float  # by the node's own clock, which may differ from the other's
 
 
 @dataclass
@@ -114,10 +115,10 @@ class _Watch:
         first = [role for role, look in looks.items() if not look.container.is_running]
         if first:
             # One rank soon ends with the other: a second look sees both, their last words, and what a guard killed.
-            again = self.cluster.try_both(self._look_at)[0]
+            again, lost = self.cluster.try_both(self._look_at)
             self.lines += [line for look in again.values() for line in look.lines]
             self._check_guards({role: look.killed_at for role, look in again.items()})
-            raise self._rank_ended(first, {**looks, **again})
+            raise self._rank_ended({**looks, **again}, {**errors, **lost})
         self._check_guards({role: look.killed_at for role, look in looks.items()})
         self._check_fatal([line for look in looks.values() for line in look.lines])
 
@@ -135,7 +136,7 @@ class _Watch:
         # The node watches its own memory, and tells at which MemAvailable it had to kill its rank.
         floor = int(self.recipe.memory.guard_gib * _GIB)
         guard = node.session.ask("guard", timeout=LOOK_SECONDS, container=follower.container, floor=floor)
-        return _Look(container, lines, available, guard["killed_at"])
+        return _Look(container, lines, available, guard["killed_at"], raw["time"] - (container.finished_at or 0.0))
 
     def _check_guards(self, killed: Mapping[Role, int | None]) -> None:
         for role, available in killed.items():
@@ -191,12 +192,15 @@ class _Watch:
                 message = f"rank {line.rank} cannot serve {self._where(ROLES[line.rank])}"
                 raise self.failure("engine_failed", message, ROLES[line.rank])
 
-    def _rank_ended(self, first: list[Role], looks: Mapping[Role, _Look]) -> SparkserveError:
+    def _rank_ended(self, looks: Mapping[Role, _Look], unseen: Mapping[Role, SparkserveError]) -> SparkserveError:
+        """Name who ended first: before all others a rank that went with its Docker engine, which the other missed."""
         ended = {role: look.container for role, look in looks.items() if not look.container.is_running}
-        role, *others = sorted(ended, key=lambda role: (role not in first, ended[role].finished_at or 0.0))
-        message = f"rank {ROLES.index(role)} ended {self._where(role)}: {ended[role].ended}"
+        gone = [role for role, error in unseen.items() if error.code == "docker_unreachable" and role not in ended]
+        role, *others = [*gone, *sorted(ended, key=lambda role: -looks[role].since_end)]
+        what, how = ("was lost", unseen[role].message) if gone else ("ended", ended[role].ended)
+        message = f"rank {ROLES.index(role)} {what} {self._where(role)}: {how}"
         message += "".join(f"; rank {ROLES.index(other)} ended too: {ended[other].ended}" for other in others)
-        return self.failure("rank_ended", message, role)
+        return self.failure("rank_ended", message, role, unseen[role] if gone else None)
 
     def _where(self, role: Role) -> str:
         phase = self.phases.get(role)
@@ -213,6 +217,8 @@ class _Watch:
         if trouble and trouble.known:
             details.append(f"cause: {trouble.known.cause}")
             hint = f"{trouble.known.advice}; {hint}"
+        elif cause and cause.hint:
+            hint = f"{cause.hint}; {hint}"
         elif trouble and _CLOSED in trouble.line.text:
             hint = f"{_OPEN}; {hint}"
         for rank, text in last_words(self.lines).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -73,6 +74,9 @@ class DockerNode:
         self.killed_at: dict[str, int] = {}
         self.refusal = ""
         self.listening: set[int] = set()
+        self.problem = ""
+        self.clock = 0.0  # seconds that its clock is ahead
+        self.answering = threading.Lock()
         self.api = self
         answers = {"facts": self.facts, "docker_logs": self.docker_logs, "mkdir": self.mkdir, "guard": self.guard}
         self.session = FakeSession(answers)
@@ -82,10 +86,11 @@ class DockerNode:
 
     def facts(self, docker: tuple[str, ...] = (), files: tuple[str, ...] = (), timeout: float = 0) -> dict[str, Any]:
         meminfo = f"MemTotal: 125000000 kB\nMemAvailable: {self.available_kb} kB\nSwapTotal: 8 kB\nSwapFree: 8 kB\n"
-        answered = {path: self.get(path) for path in docker}
+        with self.answering:
+            answered = {path: {"error": self.problem} if self.problem else self.get(path) for path in docker}
         rows = [f"   0: 00000000:{port:04X} 00000000:0000 0A 00000000:00000000" for port in self.listening]
         texts = {path: "\n".join(rows) if "/net/tcp" in path else meminfo for path in files}
-        return {"time": time.time(), "docker": answered, "files": texts}
+        return {"time": time.time() + self.clock, "docker": answered, "files": texts}
 
     def get(self, path: str) -> dict[str, Any]:
         if path == "/containers/json?all=1":

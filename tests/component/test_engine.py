@@ -421,6 +421,40 @@ def test_an_image_without_a_shell_only_leaves_that_unproved(scene: Scene) -> Non
     assert "not proved that the engine can read its files: head: the image has no `sh`" in report.applied[-1].proof
 
 
+def test_a_docker_engine_that_ended_is_named_before_the_rank_that_missed_it(scene: Scene) -> None:
+    def act(head: Container, worker: Container) -> None:
+        wait_for(lambda: bool(scene.requests), "the wait has begun")
+        scene.worker.problem = "refused"
+        time.sleep(0.1)
+        head.end(1)
+
+    scene.when_both_run(act)
+    error = scene.fail()
+    assert (error.code, error.node, error.exit_code) == ("rank_ended", "worker", EXIT_COULD_NOT_LOOK)
+    assert re.search(
+        r"rank 1 was lost .*: the Docker engine does not run; rank 0 ended too: exit code 1$", error.message
+    )
+    assert error.hint.startswith("sudo systemctl start docker")
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_of_two_ranks_that_ended_the_earlier_one_is_named_whatever_the_clocks_say(scene: Scene, late: int) -> None:
+    """The other node's clock is an hour ahead, and a look meets both ranks at their end."""
+    scene.worker.clock = 3600.0
+
+    def act(head: Container, worker: Container) -> None:
+        ranks = (head, worker)
+        ended = time.time()
+        with scene.worker.answering, scene.head.answering:
+            ranks[late].end(5 + late)
+            ranks[1 - late].end(6 - late)
+            head.finished, worker.finished = ended - 0.2 * late, ended + 3600.0 - 0.2 * (1 - late)
+
+    scene.when_both_run(act)
+    error = scene.fail()
+    assert (error.code, error.node) == ("rank_ended", ("worker", "head")[late])
+
+
 def test_the_kernel_killed_a_rank(scene: Scene) -> None:
     scene.when_both_run(lambda head, worker: head.end(137, oom_killed=True))
     assert "killed by the kernel for memory, exit code 137" in scene.fail().message
