@@ -9,6 +9,7 @@ from pathlib import Path
 
 import sparkserve
 from sparkserve.check_catalog import CATALOG
+from sparkserve.errors import DOCKER_PROBLEMS
 
 # Who makes an error, and the places of its code, its message and its hint among the arguments.
 MAKERS = {
@@ -43,6 +44,8 @@ def find_codes() -> list[Code]:
     hints = {name: hint for tree in trees for name, hint in _hints_of_makers(tree)}
     for code in (code for tree in trees for code in _codes_in(tree, hints)):
         found.setdefault((code.name, code.message), code)
+    for observed, hint in DOCKER_PROBLEMS.values():
+        found["docker_unreachable", observed] = Code("docker_unreachable", observed, hint)
     # A way that says nothing of itself is left out where the same code is told in another way too.
     told = {code.name for code in found.values() if code.message != UNKNOWN}
     rows = [code for code in found.values() if code.message != UNKNOWN or code.name not in told]

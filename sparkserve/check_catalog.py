@@ -121,7 +121,10 @@ CATALOG: dict[str, Entry] = {
         "The engine reads tables from disk for every token; over a network file system it is several times slower.",
         "set SPARKSERVE_MODELS_DIR to the node's own NVMe",
     ),
-    "source": Entry("What a container is given must be there before it starts.", "`sparkserve up`"),
+    "source": Entry(
+        "What a container is given must be there before it starts, and open to its user: looked at inside one like it.",
+        "`sparkserve up`",
+    ),
     # -- ports and addresses ------------------------------------------------------------------------------------------
     "port": Entry(
         "Both ranks use the host's network: on a port that somebody holds the start ends with an error that hides why.",

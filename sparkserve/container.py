@@ -31,6 +31,8 @@ SPEC_LABEL = "sparkserve.spec"
 RUN_LABEL = "sparkserve.run"
 RECIPE_LABEL = "sparkserve.recipe"
 WEIGHTS_LABEL = "sparkserve.weights"
+# Of what opens files before there is a rank. It is no rank, and has no owner's label by which one would be counted.
+READER_LABEL = "sparkserve.reader"
 _SECRET = re.compile(r"<secret\.([A-Za-z_][A-Za-z0-9_]*)>")
 # What no recipe decides. It belongs to the digest, so that a release that changes it replaces what runs.
 FIXED_OPTIONS: Mapping[str, Any] = {

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import os
+from dataclasses import replace
 from typing import Any
 
-from sparkserve.container import FIXED_OPTIONS, BindMount, ContainerSpec
+from sparkserve.container import FIXED_OPTIONS, READER_LABEL, BindMount, ContainerSpec
 
 _FIXED_FLAGS = (
     "--network=host",
@@ -17,11 +19,36 @@ _FIXED_FLAGS = (
     "--log-opt=max-size=50m",
     "--log-opt=max-file=3",
 )
+_READER_FLAGS = ("--rm", "--pull=never", "--network=none", "--log-driver=none", "--security-opt=no-new-privileges")
+_OPEN_EACH = 'for file; do true < "$file" || echo "$file"; done'
 
 
 def docker_run_argv(spec: ContainerSpec) -> list[str]:
     """Render the `docker run` command that makes the same container, for people."""
-    words = ["docker", "run", "--detach", f"--name={spec.name}", *_FIXED_FLAGS, f"--ipc={spec.ipc}"]
+    return ["docker", "run", "--detach", f"--name={spec.name}", *_FIXED_FLAGS, *_words(spec)]
+
+
+def reader_argv(spec: ContainerSpec) -> list[str]:
+    """Render the command that names each file which a rank could not open: same image, user, rights and mounts.
+
+    What it makes goes with its end, also when nobody is left to wait for that.
+    """
+    mounts = tuple(mount for mount in spec.mounts if mount.read_only)
+    reader = replace(
+        spec,
+        entrypoint=("sh",),
+        argv=("-c", _OPEN_EACH, "sh", *(mount.target for mount in mounts)),
+        env={"NVIDIA_VISIBLE_DEVICES": "void"},  # where NVIDIA's runtime is the default, it brings the GPU in unasked
+        mounts=mounts,
+        devices=(),
+        gpus=False,
+        labels={READER_LABEL: spec.name},
+    )
+    return ["docker", "run", f"--name=sparkserve-reader-{os.getpid()}", *_READER_FLAGS, *_words(reader)]
+
+
+def _words(spec: ContainerSpec) -> list[str]:
+    words = [f"--ipc={spec.ipc}"]
     words += [f"--shm-size={spec.shm_bytes}"] if spec.shm_bytes else []
     words += ["--gpus=all"] if spec.gpus else []
     words += [f"--device={device}" for device in spec.devices]

@@ -14,13 +14,14 @@ from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role
 from sparkserve.container import ContainerSpec, check_resolved, with_secrets
 from sparkserve.docker_form import create_arguments
 from sparkserve.engine_facts import ContainerFacts, Facts, gather, parse_memory
-from sparkserve.engine_stop import Stopping, abandon, all_or_nothing, stop
+from sparkserve.engine_stop import Stopping, all_or_nothing, stop
 from sparkserve.engine_watch import OLD_PAIR, READY, STEP, Launch, wait_until_ready
 from sparkserve.errors import EXIT_NOT_READY, Failures, SparkserveError
 from sparkserve.parameters import read_secrets
-from sparkserve.plan import ApplyReport, Cancelled, Change, Work, key_of
+from sparkserve.plan import ApplyReport, Change, Work, key_of
 from sparkserve.readiness import wait_for_worker
 from sparkserve.settings import read_secret
+from sparkserve.source_checks import require_sources
 
 __all__ = ["Facts", "Launch", "gather", "new_run", "plan", "plan_stop"]
 DROP_CACHES = "/proc/sys/vm/drop_caches"
@@ -28,11 +29,8 @@ _MEMINFO = "/proc/meminfo"
 _LEFTOVER = key_of("head", STEP, OLD_PAIR)
 # The daemon's own words, and what they mean for the owner of the pair.
 _REFUSALS = (
-    (r"No such image", "image_missing", "the engine image is not on this node", "`sparkserve build`"),
     (r"exec: .*(no such file|not found|permission denied)", "image_entrypoint", "the image cannot run its entry point",
      "`sparkserve build`"),
-    (r"bind source path does not exist", "mount_missing", "a file of the engine is missing", "`sparkserve sync`"),
-    (r"is already in use by container", "name_taken", "another container holds the name", "`docker ps -a` shows it"),
     (r"could not select device driver|nvidia-container", "gpu_refused", "Docker cannot give the container the GPU",
      "`docker run --rm --gpus all IMAGE nvidia-smi`; the NVIDIA container toolkit may be missing"),
     (r"error gathering device information", "device_missing", "a device of the recipe is missing",
@@ -120,11 +118,10 @@ def _remove_old(deployment: Deployment, facts: Mapping[Role, Facts], launch: Lau
     def action(work: Work) -> str:
         needed, runs_dir, secrets = _needed_gib(deployment, launch), launch.runs_dir, launch.secrets
         stopping = Stopping(runs_dir, needed_gib=needed, secrets=secrets, tell=work.note, check=work.check)
-        try:
-            return stop(deployment.cluster, stopping)
-        except Cancelled:
-            abandon(deployment.cluster, runs_dir, secrets)
-            raise
+        unproved = require_sources(deployment.cluster, launch)
+        work.check()
+        with all_or_nothing(deployment.cluster, runs_dir, secrets):
+            return stop(deployment.cluster, stopping) + unproved
 
     return Change("head", STEP, OLD_PAIR, before, "gone", action, launch.needs, "start")
 
@@ -136,6 +133,7 @@ def _create(
     had_pair = any(found.containers for found in facts.values())
 
     def action(work: Work) -> str:
+        unproved = "" if had_pair or role == "head" else require_sources(cluster, launch)
         with all_or_nothing(cluster, launch.runs_dir, launch.secrets):
             # The worker comes first: by then both nodes must have free pages.
             cache = f"; {prepare_memory(deployment, launch, just_ended=had_pair)}" if role == "worker" else ""
@@ -143,7 +141,7 @@ def _create(
                 wait_for_worker(deployment, launch.deadline(deployment.recipe), work)
             proof = create(cluster.node(role), with_secrets(spec, read_secrets(deployment.settings))) + cache
             work.check()
-        return proof
+        return proof + unproved
 
     after = f"running, spec {_short(spec.digest)}"
     return Change(role, STEP, spec.name, _state(facts, role, launch), after, action, needs, "start")
@@ -155,17 +153,6 @@ def _ready(deployment: Deployment, launch: Launch, needs: tuple[str, ...]) -> Ch
 
     after = f"answers as {launch.endpoint.model}"
     return Change("head", STEP, READY, "no answer", after, action, needs, "start")
-
-
-def look_at_sources(node: Node, specs: Mapping[Role, ContainerSpec]) -> dict[str, str]:
-    """Tell of every file and device that the node's container will be given what it is: missing and unreadable too."""
-    spec = specs[node.role]
-    owners = [mount.source for mount in spec.mounts if mount.owners]
-    paths = [*owners, *(mount.source for mount in spec.mounts if mount.read_only), *spec.devices]
-    files = [{"path": path, "algorithm": "sha256"} for path in paths]
-    found = node.session.ask("look", store=node.proofs_file, files=files)
-    # What is the owner's may be closed to us, and not to Docker.
-    return {path: found[path]["kind"] for path in paths if path not in owners or found[path]["kind"] == "missing"}
 
 
 def _needed_gib(deployment: Deployment, launch: Launch) -> float:

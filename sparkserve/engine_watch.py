@@ -27,11 +27,7 @@ _POLL_SECONDS = 0.4
 # So long may a node be silent before the start is given up: a machine that loads 100 GB answers late.
 _SILENCE_SECONDS = 30.0
 _GIB = 2**30
-_OPEN_EACH = 'for file; do true < "$file" || echo "$file"; done'
-_NO_SHELL = (126, 127)
 _SHOWN = 70  # characters of a log line
-_CLOSED = "Permission denied"
-_OPEN = "the container's user must be able to read it, and to enter every folder above"
 STEP = "start"
 OLD_PAIR, READY = "old pair", "ready"
 
@@ -148,29 +144,6 @@ class _Watch:
                 error.hint = f"close other programs on that node, or serve less (context, requests); {error.hint}"
                 raise error
 
-    def check_readable(self) -> None:
-        """Open every file that the engine will read, inside its container and as its user."""
-        found, unasked = self.cluster.try_both(self._find_unreadable)
-        for role, (paths, words) in found.items():
-            if paths:
-                more = f" and {len(paths) - 1} more files" if len(paths) > 1 else ""
-                message = f"rank {ROLES.index(role)} cannot read {paths[0]}{more} from inside its container"
-                hint = (
-                    f"`ls -l {paths[0]}`: the container's user must be able to read it and to enter each folder above"
-                )
-                raise SparkserveError("model_unreadable", message, hint, role, words)
-        self.warnings += [f"{role}: not proved that the engine can read its files: {unasked[role]}" for role in unasked]
-
-    def _find_unreadable(self, node: Node) -> tuple[list[str], str]:
-        files = {mount.target: mount.source for mount in self.launch.specs[node.role].mounts if mount.read_only}
-        argv = ["docker", "exec", self.followers[node.role].container, "sh", "-c", _OPEN_EACH, "sh", *files]
-        answer = node.host.run(argv, timeout=LOOK_SECONDS, check=False)
-        if answer.exit_code in _NO_SHELL:
-            raise SparkserveError("image_shell", "the image has no `sh`", "an image with one proves it", node.role)
-        # Any other failure means that the container has ended: the next look tells why.
-        closed = answer.text.splitlines() if answer.exit_code == 0 else []
-        return [files[target] for target in closed], answer.error_text
-
     def _take(self, role: Role, line: LogLine) -> None:
         if phase := match_phase(line.text, self.recipe.phases):
             self.phases[role] = phase
@@ -219,8 +192,6 @@ class _Watch:
             hint = f"{trouble.known.advice}; {hint}"
         elif cause and cause.hint:
             hint = f"{cause.hint}; {hint}"
-        elif trouble and _CLOSED in trouble.line.text:
-            hint = f"{_OPEN}; {hint}"
         for rank, text in last_words(self.lines).items():
             details.append(f"last line of rank {rank}: {text}")
         exit_code = cause.exit_code if cause else 1
@@ -258,7 +229,6 @@ def wait_until_ready(cluster: Cluster, recipe: Recipe, launch: Launch, work: Wor
     with contextlib.closing(prober), all_or_nothing(cluster, launch.runs_dir, launch.secrets):
         watch.find_containers()
         prober.start()
-        watch.check_readable()
         while not prober.answered:
             work.check()
             watch.look()

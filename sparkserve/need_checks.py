@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 
 from sparkserve.addresses import is_loopback
 from sparkserve.checks import Check, DiskNeed, Subject, show_size, verdict
@@ -83,20 +82,6 @@ def _check_port(subject: Subject, role: Role, named: tuple[str, int], found: Por
     good = verdict(good=ours or found.free)
     hint = "" if good == "ok" else f"{who}; or set {place}"
     return Check("port", role, good, f"port {port} ({name}): {state}", "a free port", hint)
-
-
-def check_sources(kinds: Mapping[Role, Mapping[str, str]]) -> list[Check]:
-    """Check that every file and device which the containers will be given is there and can be looked at."""
-    needed = "every file and device that the container is given"
-    checks = []
-    for role, found in kinds.items():
-        bad = {path: kind for path, kind in found.items() if kind in ("missing", "unreadable")}
-        for path, kind in bad.items():
-            hint = f"ls -l {shlex.quote(path)}" if kind == "unreadable" else ""
-            checks.append(Check("source", role, "fail" if not hint else "unseen", f"{path}: {kind}", needed, hint))
-        if not bad:
-            checks.append(Check("source", role, "ok", f"all {len(found)} are there", needed))
-    return checks
 
 
 def check_sudo(subject: Subject) -> list[Check]:

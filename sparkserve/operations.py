@@ -17,12 +17,13 @@ from sparkserve.endpoint import Endpoint, open_endpoint
 from sparkserve.engine_facts import LOOK_SECONDS
 from sparkserve.engine_logs import LogLine, LogQuery
 from sparkserve.engine_stop import Stopping
-from sparkserve.errors import EXIT_NOT_READY, SparkserveError
+from sparkserve.errors import EXIT_NOT_READY, Failures, SparkserveError
 from sparkserve.lifecycle import Outcome, Session
 from sparkserve.link_checks import check_link
 from sparkserve.parameters import decide_parameters, decide_ports, secrets_to_mask
-from sparkserve.plan import Interrupted, Plan, apply
+from sparkserve.plan import ApplyReport, Interrupted, Plan, apply
 from sparkserve.records import Record
+from sparkserve.source_checks import remove_readers
 from sparkserve.status_look import Question, Status
 from sparkserve.watch import Event, Journal, Watch
 
@@ -211,17 +212,21 @@ def stop(session: Session, *, force: bool, dry_run: bool) -> Outcome:
     """End both ranks and prove on each node that nothing of ours is left."""
     begun = time.monotonic()
     with connect(session.settings, lenient=True) as cluster, ExitStack() as held:
+        left: dict[Role, SparkserveError] = {}
         if not dry_run:
             _take_over(session, held)
+            left = cluster.try_both(remove_readers)[1]
         facts, _ = cluster.try_both(engine.gather)
         needed = session.recipe.memory.required_gib
         secrets = secrets_to_mask(session.settings)
         stopping = Stopping(session.state / "runs", force=force, needed_gib=needed, secrets=secrets)
         wanted = Plan(tuple(engine.plan_stop(cluster, facts, stopping)))
-        if dry_run or wanted.is_empty:
-            return Outcome(("stop",), wanted)
-        report = apply(wanted, held.enter_context(session.voice.reporter(wanted)))
+        report = ApplyReport()
+        if not (dry_run or wanted.is_empty):
+            report = apply(wanted, held.enter_context(session.voice.reporter(wanted)))
     report.raise_failures()
+    if left:
+        raise Failures(list(left.values()))
     return Outcome(("stop",), wanted, report, time.monotonic() - begun)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
-from sparkserve import engine, host_checks, need_checks, pair_checks, system, takeover_facts, weights
+from sparkserve import host_checks, need_checks, pair_checks, system, takeover_facts, weights
 from sparkserve.checks import Check, DiskNeed, Subject
 from sparkserve.cluster import ROLES, Deployment, Node, Role
 from sparkserve.link_checks import check_link
 from sparkserve.parameters import decide_ports
 from sparkserve.plan import Plan
 from sparkserve.planning import Starting, is_warm
+from sparkserve.source_checks import check_sources
 from sparkserve.takeover import find_ranks
 
 
@@ -29,30 +31,28 @@ def judge(subject: Subject, *, starting: bool = True) -> list[Check]:
 
 def preflight(deployment: Deployment, wanted: Plan, start: Starting | None) -> list[Check]:
     """Check all that the planned changes need, with every failure found at once."""
-    changes = wanted.changes
-    ports = decide_ports(deployment.settings, deployment.recipe)
-    nodes = deployment.cluster.nodes
-    rooted = [node for node in nodes if any(one.lane == "sudo" and one.node == node.role for one in changes)]
-    starts = [change for change in changes if change.step == "start"]
-    created = [change for change in starts if change.resource != "ready"]
-    subject = Subject(
-        deployment.settings,
-        deployment.recipe,
-        deployment.cluster.on_both(lambda node: system.gather(node, tuple(ports.named.values()))),
-        start.links if start is not None else {},
-        tuple(disk_needs(deployment, wanted)),
-        {node.role: node.host.sudo_password is not None for node in rooted},
-    )
-    found = judge(subject, starting=bool(created))
-    if any("absent" not in change.before for change in created):
-        # What an old pair holds comes back when it is gone; then memory is looked at again.
-        found = [check for check in found if check.id != "memory"]
-    found += check_foreign_pair(deployment.cluster.on_both(takeover_facts.gather)) if created else []
-    if start is not None and created and len(starts) == len(changes):
-        specs = start.launch.specs
-        kinds = deployment.cluster.on_both(lambda node: engine.look_at_sources(node, specs))
-        found += need_checks.check_sources(kinds)
-    return found
+    cluster, changes = deployment.cluster, wanted.changes
+    created = [change for change in changes if change.step == "start" and change.resource != "ready"]
+    # An interrupt waits for what looks from inside of containers, so that none of those is left.
+    with ThreadPoolExecutor(1) as aside:
+        specs = start.launch.specs if start is not None and created and not start.launch.needs else None
+        sources = aside.submit(cluster.on_both, lambda node: check_sources(node, specs[node.role])) if specs else None
+        ports = tuple(decide_ports(deployment.settings, deployment.recipe).named.values())
+        roles = {change.node for change in changes if change.lane == "sudo"}
+        subject = Subject(
+            deployment.settings,
+            deployment.recipe,
+            cluster.on_both(lambda node: system.gather(node, ports)),
+            start.links if start is not None else {},
+            tuple(disk_needs(deployment, wanted)),
+            {node.role: node.host.sudo_password is not None for node in cluster.nodes if node.role in roles},
+        )
+        found = judge(subject, starting=bool(created))
+        if any("absent" not in change.before for change in created):
+            # What an old pair holds comes back when it is gone; then memory is looked at again.
+            found = [check for check in found if check.id != "memory"]
+        found += check_foreign_pair(cluster.on_both(takeover_facts.gather)) if created else []
+    return [*found, *(sources.result().values() if sources is not None else ())]
 
 
 def check_foreign_pair(facts: Mapping[Role, takeover_facts.Facts]) -> list[Check]:

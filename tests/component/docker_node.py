@@ -10,7 +10,7 @@ from typing import Any
 
 import docker.errors
 
-from sparkserve.container import OWNER_LABEL, RANK_LABEL, RUN_LABEL, SPEC_LABEL
+from sparkserve.container import OWNER_LABEL, RANK_LABEL, READER_LABEL, RUN_LABEL, SPEC_LABEL
 from tests.fakes import FakeSession, Unscripted
 
 
@@ -93,10 +93,11 @@ class DockerNode:
         return {"time": time.time() + self.clock, "docker": answered, "files": texts}
 
     def get(self, path: str) -> dict[str, Any]:
-        if path == "/containers/json?all=1":
+        if path.startswith("/containers/json?all=1"):
             rows = [
                 {"Id": c.id, "Names": [f"/{c.name}"], "State": c.state, "Image": "image", "Labels": c.labels}
                 for c in self.containers
+                if "filters" not in path or READER_LABEL in c.labels
             ]
             return {"status": 200, "body": rows}
         _, kind, id_, action = path.split("/")

@@ -13,9 +13,10 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from sparkserve import engine_stop
-from sparkserve.cluster import Cluster, Deployment, Role
-from sparkserve.container import build_spec
+from sparkserve import engine_stop, source_checks
+from sparkserve.checks import Check
+from sparkserve.cluster import Cluster, Deployment, Node, Role
+from sparkserve.container import ContainerSpec, build_spec
 from sparkserve.endpoint import Endpoint
 from sparkserve.engine import Launch, gather, plan, plan_stop
 from sparkserve.engine_logs import LogQuery, read_logs, read_saved, saved_runs
@@ -43,7 +44,6 @@ class Scene:
     requests: list[str] = field(default_factory=list)
     uid: int = 1000
     settings: dict[str, Any] = field(default_factory=dict)
-    opened: dict[str, dict[str, Any]] = field(default_factory=dict)
     hosts: dict[str, FakeHost] = field(default_factory=lambda: {"head": FakeHost("head"), "worker": FakeHost("worker")})
 
     @property
@@ -59,17 +59,8 @@ class Scene:
             for argv in (["sudo", "-n", "--", "true"], DROP_CACHES[self.uid != 0]):
                 self.hosts[node.role].script(argv, always=True)
             self.hosts[node.role].script(["id", "-u"], f"{self.uid}\n".encode(), always=True)
-            self.hosts[node.role].script(self.opening(node.role), always=True, **self.opened.get(node.role, {}))
             node.host = self.hosts[node.role]
         return pair
-
-    def opening(self, role: Role) -> list[str]:
-        """Give the command that opens every file of a rank inside its container."""
-        rank = list(LINKS).index(role)
-        spec = build_spec(make_deployment(), rank, LINKS, FILES, IMAGE)
-        script = 'for file; do true < "$file" || echo "$file"; done'
-        files = [mount.target for mount in spec.mounts if mount.read_only]
-        return ["docker", "exec", f"new-sparkserve-rank{rank}", "sh", "-c", script, "sh", *files]
 
     @property
     def deployment(self) -> Deployment:
@@ -391,34 +382,39 @@ def test_memory_that_is_still_on_its_way_back_is_only_told(scene: Scene, monkeyp
     assert any("head: 47.7 GiB of memory available; needed before" in item.proof for item in report.applied)
 
 
-def test_a_file_that_the_engine_may_not_read(scene: Scene) -> None:
-    mount = next(mount for mount in scene.launch().specs["worker"].mounts if mount.target.endswith("config.json"))
-    scene.opened["worker"] = {"stdout": f"{mount.target}\n".encode(), "stderr": b"sh: Permission denied"}
-    error = scene.fail()
-    assert (error.code, error.node) == ("model_unreadable", "worker")
-    assert f"rank 1 cannot read {mount.source} from inside" in error.message
-    assert mount.source in error.hint
-    assert error.details.startswith("sh: Permission denied")
-    assert scene.head.containers == scene.worker.containers == []
+@pytest.mark.parametrize("has_pair", [False, True])
+def test_files_that_were_still_to_be_made_are_read_before_anything_is_stopped_or_started(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, has_pair: bool
+) -> None:
+    looked: list[str] = []
 
+    def closed(node: Node, spec: ContainerSpec) -> Check:
+        looked.append(spec.name)
+        return Check("source", node.role, "fail" if node.role == "worker" else "ok", "it is closed", "an open one")
 
-def test_a_rank_that_ended_at_a_file_which_it_may_not_read(scene: Scene) -> None:
-    def act(head: Container, worker: Container) -> None:
-        worker.say("PermissionError: [Errno 13] Permission denied: '/model/config.json'")
-        worker.end(1)
-
-    scene.when_both_run(act)
-    error = scene.fail()
-    assert (error.code, error.node) == ("rank_ended", "worker")
-    assert "the container's user must be able to read it" in error.hint
-
-
-def test_an_image_without_a_shell_only_leaves_that_unproved(scene: Scene) -> None:
-    scene.opened["head"] = {"exit_code": 127}
+    monkeypatch.setattr(source_checks, "check_sources", closed)
+    if has_pair:
+        scene.head.containers, scene.worker.containers = [ours(0)], [ours(1)]
+    error = scene.fail(seen="running", needs=("head/build/image",))
+    assert (error.code, error.node, error.exit_code) == ("check_source", "worker", EXIT_NOT_READY)
+    assert sorted(looked) == ["sparkserve-rank0", "sparkserve-rank1"]
+    assert scene.head.events == scene.worker.events == []
+    assert len(scene.head.containers) == len(scene.worker.containers) == has_pair
     scene.answers = good
-    report = scene.apply()
+    scene.apply(seen="running", needs=("head/build/image",), skipped_checks=("source",)).raise_failures()
+    scene.apply(seen="degraded").raise_failures()
+    assert len(looked) == 2, "nothing was to be made: the preflight looked"
+
+
+def test_what_a_late_look_could_not_see_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unseen(node: Node, _spec: ContainerSpec) -> Check:
+        return Check("source", node.role, "unseen", "no `sh`", "")
+
+    monkeypatch.setattr(source_checks, "check_sources", unseen)
+    scene.answers = good
+    report = scene.apply(needs=("head/build/image",))
     report.raise_failures()
-    assert "not proved that the engine can read its files: head: the image has no `sh`" in report.applied[-1].proof
+    assert report.applied[0].proof.endswith("; head: no `sh`; worker: no `sh`")
 
 
 def test_a_docker_engine_that_ended_is_named_before_the_rank_that_missed_it(scene: Scene) -> None:
@@ -543,9 +539,8 @@ def test_the_warm_up_is_part_of_the_start(scene: Scene) -> None:
 @pytest.mark.parametrize(
     ("daemon", "code"),
     [
-        ("No such image: sparkserve/x:1", "image_missing"),
-        ("invalid mount config: bind source path does not exist: /a", "mount_missing"),
-        ('Conflict. The container name "/sparkserve-rank0" is already in use by container "9"', "name_taken"),
+        ('exec: "/opt/engine": no such file or directory', "image_entrypoint"),
+        ("error gathering device information while adding custom device", "device_missing"),
         ('could not select device driver "" with capabilities: [[gpu]]', "gpu_refused"),
         ("something else", "docker_refused"),
     ],

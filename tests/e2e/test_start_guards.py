@@ -17,6 +17,7 @@ from tests.lab.pair import HOME, Pair
 pytestmark = pytest.mark.faults
 OTHER = f"{HOME}/recipes/other"
 MODELS = f"{HOME}/sparkserve/models"
+READER = "sparkserve.reader"
 SHORT = 900_000  # KiB, below the guard's 1 GiB
 
 
@@ -78,7 +79,6 @@ def start_as_nobody(pair: Pair, path: str) -> dict[str, Any]:
     """Start with a user who may not read one file of the worker's; the owner's own account still reads it well."""
     text = 'schema = 1\nextends = "lab"\nname = "lab"\n[container]\nuser = "65534"\n'
     pair.write(f"{OTHER}/recipe.toml", text)
-    pair.script_engine(hang_at={"at": "before_rendezvous"})
     try:
         pair.worker.run(["chmod", "600", path])
         assert pair.ask("weights", "verify")["exit_code"] == 0
@@ -87,18 +87,37 @@ def start_as_nobody(pair: Pair, path: str) -> dict[str, Any]:
         pair.worker.run(["chmod", "644", path])
 
 
-@pytest.mark.parametrize(
-    ("name", "codes"),
-    [
-        ("tokenizer_config.json", ("model_unreadable",)),  # which the stand-in engine never opens
-        ("config.json", ("model_unreadable", "rank_ended")),  # at which it may end before anybody asks
-    ],
-)
-def test_a_file_that_the_containers_user_may_not_read(prepared: Pair, name: str, codes: tuple[str, ...]) -> None:
-    path = prepared.worker.run(["find", MODELS, "-name", name]).stdout.decode().strip()
-    (error,) = start_as_nobody(prepared, path)["errors"]
-    assert (error["code"] in codes, error["node"]) == (True, "worker"), error
-    assert path in error["message"] or name in error["details"]
-    assert "Permission denied" in error["details"]
-    assert "the container's user must be able to read it" in error["hint"]
+def test_a_file_that_the_containers_user_may_not_read_keeps_the_pair_that_serves(serving: Pair) -> None:
+    path = serving.worker.run(["find", MODELS, "-name", "tokenizer_config.json"]).stdout.decode().strip()
+    before = [node.docker("ps", "-aq") for node in serving.lab.nodes]
+    # What a launcher leaves that is killed between making a reader and starting it.
+    image = serving.worker.docker("inspect", "--format", "{{.Config.Image}}", "sparkserve-rank1")
+    serving.worker.docker("create", "--label", f"{READER}=sparkserve-rank1", image)
+    (error,) = start_as_nobody(serving, path)["errors"]
+    assert (error["code"], error["node"]) == ("check_source", "worker"), error
+    assert f"rank 1 cannot read {path} from inside its container: Permission denied" in error["message"]
+    assert f"`ls -l {path}`: the container's user must be able to read it" in error["hint"]
+    assert [node.docker("ps", "-aq") for node in serving.lab.nodes] == before
+
+
+def test_a_start_that_is_killed_while_it_looks_inside_leaves_nothing_that_counts(prepared: Pair) -> None:
+    pipe = f"{HOME}/nobody-writes"
+    prepared.write(
+        f"{OTHER}/recipe.toml",
+        'schema = 1\nextends = "lab"\nname = "lab"\n[[container.mounts]]\n'
+        f'source = "{pipe}"\ntarget = "/pipe"\nwritable = false\nmust_exist = true\nranks = [0]\n',
+    )
+    prepared.head.run(["mkfifo", pipe])
+    try:
+        command = prepared.command("start", "--recipe", OTHER)
+        with prepared.head.popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as start:
+            deadline = time.monotonic() + 20
+            while not prepared.head.docker("ps", "-q", "--filter", f"label={READER}"):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            start.kill()
+        assert prepared.ask("status")["data"]["reasons"] == ["no container of ours is on either node"]
+        assert prepared.ask("stop")["exit_code"] == 0
+    finally:
+        prepared.head.run(["rm", "-f", pipe])
     assert [node.docker("ps", "-aq") for node in prepared.lab.nodes] == ["", ""]

@@ -16,7 +16,7 @@ from sparkserve.checks import Check, DiskNeed, Subject, raise_failures, show_siz
 from sparkserve.errors import EXIT_NOT_READY, EXIT_USAGE, SparkserveError, flatten
 from sparkserve.link import Interface
 from sparkserve.link_rdma import RdmaDevice
-from sparkserve.need_checks import check_disks, check_sources
+from sparkserve.need_checks import check_disks
 from sparkserve.preflight import judge
 from sparkserve.recipe import Recipe
 from sparkserve.system import DiskFacts, GpuProcess, PortFacts
@@ -28,8 +28,8 @@ NEEDS = (DiskNeed("worker", "models", 413_800_000_000, "weights"), DiskNeed("wor
 MEMORY = make_system().memory
 OURS = Container("a" * 64, "sparkserve-rank0", "sparkserve/x:1", True, True, ())
 WEB = Container("b" * 64, "web", "nginx:1", False, False, (8080,))
-# Judged elsewhere: what the doctor says of a node, and what the link's own proof says (tests of the doctor and proof).
-ELSEWHERE = {"reach", "link_mtu_path", "link_tcp", "link_bandwidth", "link_rdma_bandwidth"}
+# Judged elsewhere: what the doctor says of a node, what a start asks a container, and what the link's own proof says.
+ELSEWHERE = {"reach", "source", "link_mtu_path", "link_tcp", "link_bandwidth", "link_rdma_bandwidth"}
 # Checks that can always look.
 NEVER_UNSEEN = {
     "tools": "the node's program always knows its own PATH",
@@ -194,9 +194,6 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("writable", {"needs": NEEDS}, "ok", "can be written"),
     ("writable", {"needs": NEEDS, **worker(disks=disk(writable=False))}, "fail", "/data cannot be written"),
     ("writable", {"needs": NEEDS, **worker(disks=disk(error="Permission denied"))}, "unseen", "Permission denied"),
-    ("source", {"kinds": {"/a": "file", "/b": "other"}}, "ok", "all 2 are there"),
-    ("source", {"kinds": {"/a": "missing"}}, "fail", "/a: missing"),
-    ("source", {"kinds": {"/a": "unreadable"}}, "unseen", "/a: unreadable"),
     ("port", {}, "ok", "port 8888 (api): free"),
     ("port", port(free=False, holder="python3 (process 7)"), "fail", "held by python3 (process 7)"),
     ("port", port(free=False, holder="container web (nginx:1)"), "fail", "held by container web (nginx:1)"),
@@ -271,11 +268,7 @@ def judged(subject: Subject, name: str) -> list[Check]:
 
 @pytest.mark.parametrize(("name", "changes", "verdict", "words"), CASES)
 def test_a_check(name: str, changes: dict[str, Any], verdict: str, words: str) -> None:
-    found = (
-        check_sources({"worker": changes["kinds"]})[0]
-        if "kinds" in changes
-        else judged(make_subject(**changes), name)[0]
-    )
+    found = judged(make_subject(**changes), name)[0]
     assert (found.verdict, words in found.observed) == (verdict, True), found
     assert found.needed
     assert bool(found.advice) is (verdict != "ok")

@@ -9,14 +9,12 @@ import pytest
 
 from sparkserve.container import ContainerSpec, build_spec, with_secrets
 from sparkserve.docker_form import create_arguments, docker_run_argv
-from sparkserve.engine import look_at_sources
 from sparkserve.errors import EXIT_USAGE, Failures, SparkserveError
 from sparkserve.parameters import check_exposure, read_secrets
 from sparkserve.recipe import Mount, Recipe
 from sparkserve.recipe_check import check_recipe
 from sparkserve.recipe_source import load_recipe
 from sparkserve.settings import Settings
-from tests.fakes import FakeSession, make_node
 from tests.unit.deployments import FILES, IMAGE, LINKS, make_deployment
 
 OWNERS = Mount(source="/srv/model", target="/own", writable=False, must_exist=True)
@@ -82,21 +80,6 @@ def test_the_key_of_the_api_can_be_an_argument(secrets_file: Path) -> None:
     assert not [mount for mount in spec.mounts if mount.source == str(secrets_file)]
     with pytest.raises(SparkserveError, match="cannot give its engine a key"):
         check_exposure(settings, recipe_with({"api_key_mount": "", "switches": ()}))
-
-
-def test_a_directory_of_the_owners_is_never_made_and_must_be_there() -> None:
-    recipe = recipe_with(
-        container={"mounts": (OWNERS, OWNERS.model_copy(update={"source": "/srv/closed", "target": "/b"}))}
-    )
-    spec = build(0, recipe)
-    kinds = {"/srv/model": "missing", "/srv/closed": "unreadable"}
-    paths = [*(mount.source for mount in spec.mounts), *spec.devices]
-    session = FakeSession({"look": {path: {"kind": kinds.get(path, "file")} for path in paths}})
-    node = make_node("head", session=session)
-    node.__dict__["identity"] = {"home": "/home/spark"}
-    found = look_at_sources(node, {"head": spec})
-    assert found["/srv/model"] == "missing"
-    assert "/srv/closed" not in found, "what is closed to us may be open to Docker"
 
 
 def test_a_mount_of_one_rank() -> None:
