@@ -1,4 +1,4 @@
-"""What a check is, what checks judge, and what becomes of those that fail; the rules are in host_ and pair_checks."""
+"""What a check is, what checks judge, and what becomes of those that fail; the rules are in *_checks."""
 
 from __future__ import annotations
 

@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from sparkserve import __version__, cli_doctor, cli_link, cli_operate, cli_recipes, cli_setup, signals
+from sparkserve import __version__, cli_doctor, cli_operate, cli_recipes, cli_setup, signals
 from sparkserve.command_line import Common, DryRun, Recipe, SkipCheck, Writing, app, command, interrupted, session
 from sparkserve.errors import EXIT_CHANGES, EXIT_FAILED, EXIT_USAGE, SparkserveError, exit_code_of
 from sparkserve.output import Mode, Output, end_streams, open_streams
 
-__all__ = ["app", "cli_doctor", "cli_link", "main"]
+__all__ = ["app", "cli_doctor", "main"]
 
 # In which help lists the commands.
 _ORDER = (
@@ -244,11 +244,11 @@ def plan(
     output = common.output
     run = session(common, "plan", output, recipe=recipe)
     if against_running:
-        from sparkserve import takeover_story, takeover_tables
+        from sparkserve import setup_tables, takeover_story
 
         compared = takeover_story.compare_with_running(run)
         code = EXIT_CHANGES if compared.unexplained else 0
-        data, view = takeover_tables.differences_data(compared), takeover_tables.differences_view(compared)
+        data, view = setup_tables.differences_data(compared), setup_tables.differences_view(compared)
         return output.result("plan", data, view, exit_code=code)
     found = lifecycle.draw(run, facts, live=live)
     data = recipe_tables.blueprint_data(found, run.recipe)

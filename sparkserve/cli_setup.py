@@ -61,7 +61,7 @@ def init(  # noqa: PLR0913 - one for each option
 
 def _conclude(common: Common, wish: Wish, found: Setup, recipe_dir: Path) -> tuple[dict[str, Any], list[Any], str]:
     """Do what is left once both nodes were seen: what it adds to the data, what is shown, and what to type next."""
-    from sparkserve import doctor, doctor_tables, setup_tables, takeover_story, takeover_tables
+    from sparkserve import doctor, doctor_tables, setup_tables, takeover_story
     from sparkserve.tables import value_table
 
     if wish.dry_run:
@@ -69,10 +69,10 @@ def _conclude(common: Common, wish: Wish, found: Setup, recipe_dir: Path) -> tup
     data: dict[str, Any] = {}
     views: list[Any] = [value_table(found.values, caption=f"written to {found.env_file}")]
     if wish.from_running:
-        taken = takeover_story.take_over(found.loaded, found.text, recipe_dir, force=wish.force)
+        taken = takeover_story.take_over(found.cluster, found.loaded, found.text, recipe_dir, force=wish.force)
         found.notes += taken.notes
         data["taken_over"] = taken
-        views += takeover_tables.taken_view(taken)
+        views += setup_tables.taken_view(taken)
     report = doctor.examine(session(common, "init", common.output), found.cluster)
     data["doctor"] = doctor_tables.report_data(report)
     hint = "plan --against-running" if wish.from_running else "doctor" if report.exit_code else "up --dry-run"

@@ -11,13 +11,12 @@ from rich.text import Text
 
 from sparkserve.check_catalog import CATALOG
 from sparkserve.checks import Check, Verdict
-from sparkserve.tables import STYLES, make_table
+from sparkserve.tables import STYLES, WORDS, make_table, verdict_text
 
 if TYPE_CHECKING:
     from sparkserve.doctor import Report
 
 _ORDER: tuple[Verdict, ...] = ("fail", "unseen", "warn", "ok")
-_WORDS = {"unseen": "could not look"}
 
 
 def report_data(report: Report) -> dict[str, Any]:
@@ -47,7 +46,7 @@ def report_view(report: Report, *, shows_all: bool = False) -> Iterator[Table | 
 def summary(report: Report) -> str:
     """Say in one line how it stands."""
     counted: Counter[str] = Counter(check.verdict for check in report.checks)
-    parts = [f"{counted[verdict]} {_WORDS.get(verdict, verdict)}" for verdict in _ORDER if counted[verdict]]
+    parts = [f"{counted[verdict]} {WORDS.get(verdict, verdict)}" for verdict in _ORDER if counted[verdict]]
     unseen = [f"the {role} could not be looked at" for role in report.unseen]
     return ", ".join([*unseen, *parts])
 
@@ -79,4 +78,4 @@ def _check_row(name: str, verdict: str, row: Mapping[str, Check]) -> tuple[Text 
     told = {"head": Text(), "worker": Text()}
     for check in row.values():  # what is told of the pair stands with the head
         told[check.node or "head"] = Text(check.observed, "" if check.verdict == "ok" else STYLES[check.verdict])
-    return Text(_WORDS.get(verdict, verdict), STYLES[verdict]), name, *told.values(), next(iter(row.values())).needed
+    return verdict_text(verdict), name, *told.values(), next(iter(row.values())).needed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from sparkserve.check_catalog import KNOWN_BAD_KERNELS
 from sparkserve.checks import GIB, Check, Subject, could_not_look, show_size, verdict
@@ -22,8 +22,7 @@ _SWAPPED = 1 * GIB
 _PINS = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP"}
 
 
-def check_docker(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
-    """Whether the Docker engine answers this account."""
+def _docker(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     error = facts.docker.error
     version = f"the Docker engine: {facts.docker.version}"
     observed, hint = DOCKER_PROBLEMS.get(error, (version, ""))
@@ -31,8 +30,7 @@ def check_docker(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     return Check("docker", role, good, observed, "an engine that this account can reach", hint)
 
 
-def check_tools(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
-    """Whether the programs are there that sparkserve calls."""
+def _tools(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     missing = [name for name in TOOLS[role] if not facts.tools.get(name)]
     packages = {"ssh": "openssh-client", "docker": "docker.io"}
     hint = f"sudo apt-get install {' '.join(packages.get(tool, tool) for tool in missing)}" if missing else ""
@@ -40,23 +38,21 @@ def check_tools(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     return Check("tools", role, verdict(good=not missing), observed, ", ".join(TOOLS[role]), hint)
 
 
-def check_architecture(subject: Subject, role: Role, facts: SystemFacts) -> Check:
-    """Whether the recipe's image can run here."""
+def _architecture(subject: Subject, role: Role, facts: SystemFacts) -> Check:
     wanted = subject.recipe.image.architecture
     found = _ARCHITECTURES.get(facts.machine, facts.machine)
     good = wanted in ("any", found)
     return Check("architecture", role, verdict(good=good), f"the machine is {found}", wanted)
 
 
-def check_python(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
-    """Whether the node's python3 runs our program."""
+def _python(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     words = facts.python.split(".")[:2]
     good = tuple(map(int, words)) >= _LEAST_PYTHON if all(word.isdigit() for word in words) else None
     needed = f"{'.'.join(map(str, _LEAST_PYTHON))} or newer"
     return Check("python", role, verdict(good=good), f"python3 is {facts.python or 'of no known version'}", needed)
 
 
-def check_kernel(subject: Subject, role: Role, facts: SystemFacts) -> Check:
+def _kernel(subject: Subject, role: Role, facts: SystemFacts) -> Check:
     """Whether the kernel is known to keep memory from RDMA, by its name and by its tell-tale."""
     needed = "a kernel that leaves RDMA its memory"
     if not facts.kernel or not facts.memory:
@@ -71,8 +67,7 @@ def check_kernel(subject: Subject, role: Role, facts: SystemFacts) -> Check:
     return Check("kernel", role, good, observed, needed)
 
 
-def check_gpu(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
-    """Whether the driver answers."""
+def _gpu(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     needed = "a GPU whose driver answers"
     if facts.gpu:
         return Check("gpu", role, "ok", f"{facts.gpu[0]}, driver {facts.gpu[1]}", needed)
@@ -80,8 +75,7 @@ def check_gpu(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     return Check("gpu", role, verdict(good=good), f"nvidia-smi: {facts.gpu_error}", needed)
 
 
-def check_gpu_processes(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
-    """Whether somebody else computes on the GPU."""
+def _gpu_processes(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     needed = "no process of others on the GPU"
     if facts.gpu_processes is None:
         return could_not_look("gpu_processes", role, "nvidia-smi", needed)
@@ -92,7 +86,7 @@ def check_gpu_processes(_subject: Subject, role: Role, facts: SystemFacts) -> Ch
     return Check("gpu_processes", role, good, ", ".join(named) or "none", needed, hint if others else "")
 
 
-def check_docker_group(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
+def _docker_group(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     """Whether this account may ask the Docker engine, now or after it logs in again."""
     needed = "membership of the docker group"
     if facts.in_docker_group or not facts.docker.error:
@@ -106,8 +100,7 @@ def check_docker_group(_subject: Subject, role: Role, facts: SystemFacts) -> Che
     return Check("docker_group", role, "fail", observed, needed, hint)
 
 
-def check_docker_runtime(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
-    """Whether Docker can give a container the GPU."""
+def _docker_runtime(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     needed = "NVIDIA's container toolkit"
     if facts.docker.error:
         return could_not_look("docker_runtime", role, "docker version", needed)
@@ -121,8 +114,7 @@ def check_docker_runtime(_subject: Subject, role: Role, facts: SystemFacts) -> C
     return Check("docker_runtime", role, verdict(good=facts.gives_gpus), observed, needed)
 
 
-def check_containers(subject: Subject, role: Role, facts: SystemFacts) -> Check:
-    """Whether containers of others share the host's network with the ranks."""
+def _containers(subject: Subject, role: Role, facts: SystemFacts) -> Check:
     needed = "no container of others on the host's network"
     if facts.containers is None or ("containers", role) in subject.unread:
         return could_not_look("containers", role, "docker ps", needed)
@@ -134,7 +126,7 @@ def check_containers(subject: Subject, role: Role, facts: SystemFacts) -> Check:
     return Check("containers", role, verdict(good=not shared, bad="warn"), observed, needed, hint)
 
 
-def check_memory(subject: Subject, role: Role, facts: SystemFacts) -> Check:
+def _memory(subject: Subject, role: Role, facts: SystemFacts) -> Check:
     """Whether a rank will fit; where one runs already, whether enough is left beside it."""
     memory = subject.recipe.memory
     needed = (memory.floor_gib if facts.serves else memory.required_gib) * GIB
@@ -146,8 +138,7 @@ def check_memory(subject: Subject, role: Role, facts: SystemFacts) -> Check:
     return Check("memory", role, good, observed, show_size(needed))
 
 
-def check_swap(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
-    """Whether swap is there and nothing much lies in it."""
+def _swap(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     needed = f"swap that is there, with less than {show_size(_SWAPPED)} in use"
     if facts.swap_used is None or not facts.memory:
         return could_not_look("swap", role, "cat /proc/swaps /proc/meminfo", needed)
@@ -158,8 +149,7 @@ def check_swap(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     return Check("swap", role, good, observed, needed, hint)
 
 
-def check_oom_daemons(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
-    """Whether one daemon at most ends processes when memory is short."""
+def _oom_daemons(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     found, needed = facts.oom_daemons, f"one of {' and '.join(OOM_DAEMONS)} at most"
     if found is None:
         return could_not_look("oom_daemons", role, f"systemctl is-active {' '.join(OOM_DAEMONS)}", needed)
@@ -167,7 +157,7 @@ def check_oom_daemons(_subject: Subject, role: Role, facts: SystemFacts) -> Chec
     return Check("oom_daemons", role, good, f"running: {' and '.join(found) or 'none'}", needed)
 
 
-def check_page_cache(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
+def _page_cache(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     """Whether the driver finds free memory, and not only memory that the kernel could free."""
     free = facts.memory.get("MemFree")
     needed = f"{show_size(_LEAST_FREE)} free"
@@ -178,7 +168,7 @@ def check_page_cache(_subject: Subject, role: Role, facts: SystemFacts) -> Check
     return Check("page_cache", role, verdict(good=facts.serves or free >= _LEAST_FREE, bad="warn"), observed, needed)
 
 
-def check_fragmentation(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
+def _fragmentation(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     """Whether free memory comes in large pieces; little free memory is the matter of other checks."""
     needed = f"{show_size(_LEAST_LARGE)} in pieces of 16 MiB, or the largest there are"
     if facts.large_free is None:
@@ -189,8 +179,7 @@ def check_fragmentation(_subject: Subject, role: Role, facts: SystemFacts) -> Ch
     return Check("fragmentation", role, good, f"{show_size(facts.large_free)} in large pieces{days}", needed)
 
 
-def check_local_disk(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
-    """Whether weights, caches and images lie on the node's own disks."""
+def _local_disk(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     kinds = {name: disk.filesystem for name, disk in facts.disks.items()}
     if not all(kinds.values()):
         return could_not_look("local_disk", role, "cat /proc/mounts", "disks of the node itself")
@@ -199,7 +188,7 @@ def check_local_disk(_subject: Subject, role: Role, facts: SystemFacts) -> Check
     return Check("local_disk", role, verdict(good=good, bad="warn"), observed, "disks of the node itself")
 
 
-def check_hostname(subject: Subject, role: Role, facts: SystemFacts) -> Check:
+def _hostname(subject: Subject, role: Role, facts: SystemFacts) -> Check:
     """Whether an engine that looks its own name up would wait on loopback."""
     launch = subject.recipe.launch
     pinned = _PINS & (launch.env.keys() | (launch.head_env if role == "head" else launch.worker_env).keys())
@@ -213,14 +202,8 @@ def check_hostname(subject: Subject, role: Role, facts: SystemFacts) -> Check:
     return Check("hostname", role, verdict(good=good or bool(pinned), bad="warn"), observed, needed)
 
 
-BASICS: tuple[Rule, ...] = (check_docker, check_docker_group, check_tools, check_architecture, check_python)
+BASICS: tuple[Rule, ...] = (_docker, _docker_group, _tools, _architecture, _python)
 BEFORE_START: tuple[Rule, ...] = (
-    check_kernel, check_containers, check_memory, check_swap, check_oom_daemons, check_page_cache, check_fragmentation,
-    check_local_disk, check_hostname,
+    _kernel, _containers, _memory, _swap, _oom_daemons, _page_cache, _fragmentation, _local_disk, _hostname,
 )  # fmt: skip
-OF_GPUS: tuple[Rule, ...] = (check_gpu, check_docker_runtime, check_gpu_processes)
-
-
-def apply_rules(rules: Iterable[Rule], subject: Subject) -> list[Check]:
-    """Apply rules to every node that was seen."""
-    return [rule(subject, role, facts) for rule in rules for role, facts in subject.system.items()]
+OF_GPUS: tuple[Rule, ...] = (_gpu, _docker_runtime, _gpu_processes)

@@ -225,23 +225,30 @@ def find_management(seen: Mapping[Role, LinkFacts]) -> dict[Role, Management]:
 # -- proposals --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _End:
+    """One address of an interface that may be an end of the cable, in its network."""
+
+    interface: Interface
+    address: str
+    network: str
+    rdma: bool
+
+
 def propose(seen: Mapping[Role, LinkFacts]) -> list[Proposal]:
     """Give the pairs of addresses that may be the two ends of the cable, the likeliest first."""
-    head, worker = seen["head"], seen["worker"]
     found = [
-        (_rank(proposal), proposal)
-        for ours, theirs in product(_ends(head), _ends(worker))
-        if ours[2] == theirs[2] and ours[1] != theirs[1]
-        for proposal in [_proposal((head, *ours), (worker, *theirs))]
+        _proposal(head, worker)
+        for head, worker in product(_ends(seen["head"]), _ends(seen["worker"]))
+        if head.network == worker.network and head.address != worker.address
     ]
-    routed = [item for item in found if not ipaddress.ip_address(item[1].head_address).is_link_local]
-    return [proposal for _, proposal in sorted(routed or found, key=lambda item: item[0])]
+    routed = [one for one in found if not ipaddress.ip_address(one.head_address).is_link_local]
+    return sorted(routed or found, key=_rank)
 
 
-def _ends(facts: LinkFacts) -> list[tuple[Interface, str, str]]:
-    """List interface, address and network of all that may be an end of the cable."""
+def _ends(facts: LinkFacts) -> list[_End]:
     return [
-        (item, address, network)
+        _End(item, address, network, _can_rdma(facts, item))
         for item in _ports(facts)
         for address, network in zip(item.addresses, item.networks, strict=True)
     ]
@@ -258,17 +265,16 @@ def likely_port(facts: LinkFacts) -> str:
     return ports[0].name if ports else ""
 
 
-def _proposal(ours: tuple[LinkFacts, Interface, str, str], theirs: tuple[LinkFacts, Interface, str, str]) -> Proposal:
-    (head, head_end, head_address, network), (worker, worker_end, worker_address, _) = ours, theirs
-    rdma = _can_rdma(head, head_end) and _can_rdma(worker, worker_end)
-    speeds = [item.speed_mbps for item in (head_end, worker_end) if item.speed_mbps]
-    speed, mtu = min(speeds, default=None), min(head_end.mtu, worker_end.mtu)
-    words = [f"both in {network}", "RDMA on both" if rdma else "no RDMA", f"MTU {mtu}"]
+def _proposal(head: _End, worker: _End) -> Proposal:
+    ours, theirs, rdma = head.interface, worker.interface, head.rdma and worker.rdma
+    speeds, mtu = [one.speed_mbps for one in (ours, theirs) if one.speed_mbps], min(ours.mtu, theirs.mtu)
+    speed = min(speeds, default=None)
+    words = [f"both in {head.network}", "RDMA on both" if rdma else "no RDMA", f"MTU {mtu}"]
     if speed:
         words.insert(2, f"{speed / 1000:g} Gb/s")
-    if ipaddress.ip_address(head_address).is_link_local:
+    if ipaddress.ip_address(head.address).is_link_local:
         words.append("link-local, which may change at any boot")
-    return Proposal(head_address, worker_address, head_end.name, worker_end.name, mtu, speed, rdma, ", ".join(words))
+    return Proposal(head.address, worker.address, ours.name, theirs.name, mtu, speed, rdma, ", ".join(words))
 
 
 def _can_rdma(facts: LinkFacts, interface: Interface) -> bool:

@@ -19,7 +19,7 @@ from sparkserve.engine_logs import LogLine, LogQuery
 from sparkserve.engine_stop import Stopping
 from sparkserve.errors import EXIT_NOT_READY, Failures, SparkserveError
 from sparkserve.lifecycle import Outcome, Session
-from sparkserve.link_checks import check_link
+from sparkserve.pair_checks import check_link
 from sparkserve.parameters import decide_parameters, decide_ports, secrets_to_mask
 from sparkserve.plan import ApplyReport, Interrupted, Plan, apply
 from sparkserve.records import Record

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from sparkserve import host_checks, need_checks, pair_checks, system, takeover_facts, weights
 from sparkserve.checks import Check, DiskNeed, Subject
 from sparkserve.cluster import ROLES, Deployment, Node, Role
-from sparkserve.link_checks import check_link
 from sparkserve.parameters import decide_ports
 from sparkserve.plan import Plan
 from sparkserve.planning import Starting, is_warm
@@ -23,9 +22,9 @@ def judge(subject: Subject, *, starting: bool = True) -> list[Check]:
     of_pair = [need_checks.check_disks, need_checks.check_sudo]
     if starting:
         rules += host_checks.BEFORE_START + (host_checks.OF_GPUS if gpus else ())
-        of_pair += [need_checks.check_ports, need_checks.check_api_key, check_link]
+        of_pair += [need_checks.check_ports, need_checks.check_api_key, pair_checks.check_link]
         of_pair += [pair_checks.check_same_machine, pair_checks.check_alike, pair_checks.check_clock]
-    of_nodes = host_checks.apply_rules(rules, subject)
+    of_nodes = [rule(subject, role, facts) for rule in rules for role, facts in subject.system.items()]
     return of_nodes + [check for rule in of_pair for check in rule(subject)]
 
 

@@ -6,7 +6,6 @@ import contextlib
 import ipaddress
 import json
 import os
-import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -27,6 +26,7 @@ from sparkserve.link import LinkFacts, Proposal
 from sparkserve.recipe import Recipe
 from sparkserve.settings import Loaded, Settings, check_answer, load, parse_env, variable_name
 from sparkserve.system import DiskFacts, SystemFacts, parse_disk
+from sparkserve.system_text import parse_mounts
 
 if TYPE_CHECKING:
     from sparkserve.output import Output
@@ -90,12 +90,12 @@ class Setup:
     env_file: Path
     values: dict[str, str]
     loaded: Loaded
+    cluster: Cluster = field(repr=False)
     text: str = field(default="", repr=False)
     seen: dict[Role, Seen] = field(default_factory=dict)
     proposal: Proposal | None = None
     trusted: ssh_trust.HostKey | None = None
     notes: list[str] = field(default_factory=list)
-    cluster: Cluster | None = field(default=None, repr=False)
 
 
 @dataclass
@@ -147,7 +147,8 @@ def init(wish: Wish, voice: Output, show: Callable[[Setup], None]) -> Iterator[S
     is_kept = path.exists() and not (wish.force or wish.dry_run)
     if is_kept and not voice.ask(f"{path} is there already. Write it anew?", "--force"):
         raise usage_error("settings_kept", f"{path} is as it was", "look at it with `sparkserve config`")
-    loaded = load(path if path.exists() else Path(os.devnull), wish.environment, wish.flags)
+    old = path if path.exists() else Path(os.devnull)
+    loaded = load(old, wish.environment, wish.flags)
     choices = Choices(loaded, voice)
     choices.choose("worker", _find_neighbour(loaded.settings) if choices.is_open("worker") else "", _check_worker)
     if choices.is_given("recipe"):  # before anybody looks at two machines for it
@@ -155,7 +156,7 @@ def init(wish: Wish, voice: Output, show: Callable[[Setup], None]) -> Iterator[S
     settings = load(Path(os.devnull), {}, {**loaded.settings.model_dump(), **choices.values}).settings
     trusted = None if wish.dry_run else ssh_trust.meet(settings, wish.accept, voice.ask)
     with connect(settings) as cluster:
-        found = Setup(path, choices.values, loaded, trusted=trusted, cluster=cluster)
+        found = Setup(path, choices.values, loaded, cluster, trusted=trusted)
         found.seen = cluster.on_both(_look)
         show(found)
         # The recipe of a pair that runs is written afterwards, and uses its files where they lie.
@@ -165,7 +166,6 @@ def init(wish: Wish, voice: Output, show: Callable[[Setup], None]) -> Iterator[S
             found.notes += choose_places(choices, found.seen, recipe)
         found.proposal, notes = choose_link(choices, found.seen, recipe)
         found.notes += notes
-        old = path if path.exists() else Path(os.devnull)
         found.loaded = replace(load(old, wish.environment, choices.values), env_file=path)
         found.text = _text(old, choices.values)
         if not (wish.from_running or wish.dry_run):
@@ -243,17 +243,10 @@ def parse_neighbours(text: str, ports: Set[str]) -> str:
 
 def _look(node: Node) -> Seen:
     mounts = node.session.ask("facts", files=["/proc/mounts"])["files"]["/proc/mounts"]
-    places = parse_mounts(mounts or "")
+    places = [place for place, kind in parse_mounts(mounts or "") if kind in _FILE_SYSTEMS]
     rooms = node.session.ask("facts", disks=places)["disks"]
     disks = sort_disks([parse_disk(place, rooms[place]) for place in places])
     return Seen(system.gather(node), link.gather(node), disks)
-
-
-def parse_mounts(text: str) -> list[str]:
-    """List where real file systems are mounted, from /proc/mounts, which has odd characters as octal numbers."""
-    rows = [line.split() for line in text.splitlines()]
-    places = [row[1] for row in rows if len(row) > 2 and row[2] in _FILE_SYSTEMS]
-    return [re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), place) for place in places]
 
 
 def sort_disks(disks: Sequence[DiskFacts]) -> tuple[DiskFacts, ...]:

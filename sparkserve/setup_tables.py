@@ -1,10 +1,11 @@
-"""The results of `init`, `key` and `connect` as tables and rows."""
+"""The results of `init`, `connect` and `plan --against-running`, for people and for programs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from sparkserve.checks import show_size
 from sparkserve.hosts import mask
@@ -13,6 +14,7 @@ from sparkserve.tables import make_table, value_table
 if TYPE_CHECKING:
     from sparkserve.api_client import Access
     from sparkserve.setup import Seen, Setup
+    from sparkserve.takeover_story import Comparison, Taken
 
 
 def seen_table(found: Setup) -> Table:
@@ -64,3 +66,36 @@ def access_view(found: Access, key: str) -> list[Table | str]:
         **({"while this runs there": found.tunnel} if found.tunnel else {}),
     }
     return [value_table(rows), f"\n{found.curl}\n", found.python]
+
+
+def taken_view(found: Taken) -> list[Table | str]:
+    """Show what was written, and how to go on."""
+    table = value_table(found.settings, caption=f"written to {found.env_file}; the recipe is {found.recipe}")
+    kept = [f"secrets of theirs are in {path} (mode 0600), and nowhere else" for path in found.secret_files]
+    steps = [
+        "to go on, after `sparkserve plan --against-running`:",
+        *(f"  {command}   (on the {role}; or your own script's stop)" for role, command in found.stop.items()),
+        "  sparkserve start",
+    ]
+    return [table, "\n".join([*kept, *steps])]
+
+
+def differences_view(found: Comparison) -> Table | str:
+    """Show each difference with its reason; both ranks in one row where they agree."""
+    if not found.differences:
+        return "what runs is what a start would make"
+    nodes: dict[tuple[str, ...], list[str]] = {}
+    for row in found.differences:
+        key = (f"{row.what} {row.name}".strip(), row.theirs, row.ours, row.reason)
+        nodes.setdefault(key, []).append(row.node)
+    rows = (
+        ("both" if len(own) > 1 else own[0], *cells, reason or Text("unexplained", style="red"))
+        for (*cells, reason), own in nodes.items()
+    )
+    caption = f"{found.unexplained} of {len(found.differences)} are unexplained"
+    return make_table("rank", "what", "runs", "ours", "why", rows=rows, caption=caption)
+
+
+def differences_data(found: Comparison) -> dict[str, Any]:
+    """Give all of it to a program."""
+    return {"containers": found.pair, "differences": found.differences, "unexplained": found.unexplained}

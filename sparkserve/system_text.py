@@ -77,10 +77,15 @@ def parse_buddyinfo(text: str | None, page_size: int) -> int | None:
     return sum(int(count) * size for row in rows for count, size in zip(row, sizes, strict=False) if size >= least)
 
 
+def parse_mounts(text: str) -> list[tuple[str, str]]:
+    """List place and kind of every mount, from /proc/mounts, which has odd characters as octal numbers."""
+    rows = [line.split() for line in text.splitlines()]
+    return [(re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), row[1]), row[2]) for row in rows if len(row) > 2]
+
+
 def filesystem_of(path: str, mounts: str) -> str:
-    """Find the kind of file system that a path lies on, from /proc/mounts; the last of the longest place holds."""
-    rows = [line.split() for line in mounts.splitlines()]
-    found = [(row[1], row[2]) for row in rows if len(row) >= 3 and f"{path}/".startswith(f"{row[1].rstrip('/')}/")]
+    """Find the kind of file system that a path lies on; the last of the longest place holds."""
+    found = [row for row in parse_mounts(mounts) if f"{path}/".startswith(f"{row[0].rstrip('/')}/")]
     return max(reversed(found), key=lambda row: len(row[0]), default=("", ""))[1]
 
 

@@ -24,8 +24,8 @@ STYLES = {
     "fail": "red",
     "warn": "yellow",
     "unseen": "magenta",
-    "running": "green",
 }
+WORDS = {"unseen": "could not look"}
 
 
 def make_table(*columns: str, rows: Iterable[Iterable[Text | str]], caption: str = "") -> Table:
@@ -39,8 +39,8 @@ def make_table(*columns: str, rows: Iterable[Iterable[Text | str]], caption: str
 
 
 def verdict_text(verdict: str) -> Text:
-    """Show a verdict in its colour."""
-    return Text(verdict, style=STYLES.get(verdict, ""))
+    """Show a verdict in its words and its colour."""
+    return Text(WORDS.get(verdict, verdict), STYLES.get(verdict, ""))
 
 
 def config_rows(loaded: Loaded, recipe: Recipe | None) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from pydantic import SecretStr, ValidationError
 from sparkserve import blueprint, image_facts, link, takeover_facts
 from sparkserve.against import Difference, Wanted, compare
 from sparkserve.blueprint import Links
-from sparkserve.cluster import ROLES, Deployment, Node, Role, connect
+from sparkserve.cluster import ROLES, Cluster, Deployment, Role, connect
 from sparkserve.container import with_secrets
 from sparkserve.endpoint import Endpoint
 from sparkserve.env_file import put, quote
@@ -48,7 +48,7 @@ class Taken:
     notes: tuple[str, ...]
 
 
-def take_over(loaded: Loaded, text: str, directory: Path, *, force: bool = False) -> Taken:
+def take_over(cluster: Cluster, loaded: Loaded, text: str, directory: Path, *, force: bool = False) -> Taken:
     """Write the recipe of the pair that runs, and then its settings, onto the `text` of a settings file.
 
     On the nodes only its image gets one more name; until it has that, nothing is written.
@@ -58,23 +58,22 @@ def take_over(loaded: Loaded, text: str, directory: Path, *, force: bool = False
     directory = directory.expanduser().resolve()
     if (directory / "recipe.toml").exists() and not force:
         raise usage_error("recipe_exists", f"{directory} holds a recipe already", "--recipe-dir DIR, or --force")
-    with connect(settings) as cluster:
-        links = cluster.on_both(link.gather)
-        _check_link(links)
-        facts = cluster.on_both(takeover_facts.gather)
-        pair = find_pair(facts)
-        found = translate(pair, facts, links, _look_at_api(pair))
-        toml = _HEADING + to_toml(found.recipe)
-        recipe = _parse_recipe(directory, toml)
-        files = _secret_files(env_file.parent, found)
-        lines = {"recipe": str(directory), "api_host": "127.0.0.1", **found.settings}
-        lines |= {name: str(path) for name, (path, _) in files.items()}
-        lock = Lock(schema=1, recipe=recipe.name, weights=(), image=LockedImage(reference=recipe.image.reference))
-        wanted = Settings.model_validate({**settings.model_dump(), **lines})
-        _check_equal(Deployment(wanted, recipe, lock, cluster), links, pair, found.secrets)
-        # With our name on the image a start has nothing to build, pull or ship.
-        tag = image_facts.tag_of(recipe, lock)
-        cluster.on_both(lambda node: node.host.run(["docker", "tag", pair.ranks[node.role].image_id, tag]))
+    links = cluster.on_both(link.gather)
+    _check_link(links)
+    facts = cluster.on_both(takeover_facts.gather)
+    pair = find_pair(facts)
+    found = translate(pair, facts, links, _look_at_api(pair))
+    toml = _HEADING + to_toml(found.recipe)
+    recipe = _parse_recipe(directory, toml)
+    files = _secret_files(env_file.parent, found)
+    lines = {"recipe": str(directory), "api_host": "127.0.0.1", **found.settings}
+    lines |= {name: str(path) for name, (path, _) in files.items()}
+    lock = Lock(schema=1, recipe=recipe.name, weights=(), image=LockedImage(reference=recipe.image.reference))
+    wanted = Settings.model_validate({**settings.model_dump(), **lines})
+    _check_equal(Deployment(wanted, recipe, lock, cluster), links, pair, found.secrets)
+    # With our name on the image a start has nothing to build, pull or ship.
+    tag = image_facts.tag_of(recipe, lock)
+    cluster.on_both(lambda node: node.host.run(["docker", "tag", pair.ranks[node.role].image_id, tag]))
     head = LocalHost("head")
     for path, content in files.values():
         head.write(path, content.encode(), 0o600)
@@ -198,7 +197,8 @@ def compare_with_running(session: Session) -> Comparison:
     with connect(settings) as cluster:
         links = cluster.on_both(link.gather)
         running = _find_running(cluster.on_both(takeover_facts.gather))
-        images = cluster.on_both(lambda node: _image_id(node, image_facts.tag_of(recipe, known)))
+        tagged = cluster.on_both(lambda node: image_facts.look(node, image_facts.tag_of(recipe, known)))
+        images = {role: image.id if image else "" for role, image in tagged.items()}
         deployment = Deployment(settings, recipe, known, cluster)
         rows = _differences(deployment, links, running, read_secrets(settings), images)
     theirs = [SecretStr(value) for one in running.values() for value in find_secrets(one, "")]
@@ -230,9 +230,3 @@ def _find_running(facts: Mapping[Role, Facts]) -> dict[Role, Running]:
             error.message = "no pair runs on these nodes, neither ours nor one of others"
             error.hint = "sparkserve start"
         raise
-
-
-def _image_id(node: Node, name: str) -> str:
-    page = f"/images/{name}/json"
-    answer = node.session.ask("facts", docker=[page])["docker"][page]
-    return str(answer["body"]["Id"]) if answer.get("status") == 200 else ""

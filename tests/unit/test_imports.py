@@ -80,7 +80,7 @@ ROOMS = {
 # What joins rooms: the stories themselves, and what can be said before any node is there.
 STORIES = {"lifecycle", *TOLD, "attempt", "planning", "preflight", "blueprint", "recipe_check"}
 # Rules read the facts of two rooms; tables show sizes as the rules do.
-RULES = ("checks", "host_checks", "link_checks", "need_checks", "pair_checks", "source_checks")
+RULES = ("checks", "host_checks", "need_checks", "pair_checks", "source_checks")
 ROOM_EXCEPTIONS = {
     *((rules, facts) for rules in RULES for facts in ("checks", "system", "link")),
     ("doctor_tables", "checks"),

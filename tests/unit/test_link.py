@@ -9,7 +9,7 @@ import pytest
 from sparkserve.checks import Check, Subject
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
 from sparkserve.link import LinkFacts, parse
-from sparkserve.link_checks import check_link
+from sparkserve.pair_checks import check_link
 from sparkserve.recipe_source import load_recipe
 from sparkserve.settings import Settings
 from tests.unit.cases import CASES, case_files, read_case

@@ -15,8 +15,8 @@ from sparkserve.checks import Check, Subject
 from sparkserve.cluster import Role
 from sparkserve.doctor_tables import checks_view
 from sparkserve.link import LinkFacts, find_management, parse
-from sparkserve.link_checks import check_link
 from sparkserve.link_picture import draw, port_name
+from sparkserve.pair_checks import check_link
 from tests.unit.cases import CASES, ROOT
 from tests.unit.facts import make_subject
 

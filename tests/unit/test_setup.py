@@ -15,6 +15,7 @@ from sparkserve.link_rdma import RdmaDevice
 from sparkserve.recipe_source import load_recipe
 from sparkserve.settings import load
 from sparkserve.system import DiskFacts
+from sparkserve.system_text import filesystem_of, parse_mounts
 
 RECIPE = load_recipe("smoke")
 GB = 1_000_000_000
@@ -82,12 +83,13 @@ def make_seen(home: int, *disks: DiskFacts, link: LinkFacts | None = None) -> se
 # -- directories ------------------------------------------------------------------------------------------------------
 
 
-def test_mounts_of_real_file_systems_only() -> None:
+def test_mounts_and_what_lies_on_them() -> None:
     text = (
         "/dev/nvme0n1p2 / ext4 rw 0 0\ntmpfs /run tmpfs rw 0 0\n/dev/nvme1n1 /my\\040data xfs rw 0 0\n"
         "overlay /var/lib/docker/x overlay rw 0 0\n/dev/loop3 /snap/core squashfs ro 0 0\n/dev/nvme0n1p1 /boot/efi vfat"
     )
-    assert setup.parse_mounts(text) == ["/", "/my data"]
+    assert [place for place, kind in parse_mounts(text) if kind in setup._FILE_SYSTEMS] == ["/", "/my data"]
+    assert filesystem_of("/my data/models", text) == "xfs"
 
 
 def test_disks_are_one_for_each_file_system_and_ours_to_write() -> None:
