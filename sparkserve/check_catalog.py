@@ -186,7 +186,7 @@ CATALOG: dict[str, Entry] = {
     ),
     "link_rdma_bandwidth": Entry(
         "NCCL uses RDMA, which TCP does not measure: a wrong GID, MTU or path shows here first. perftest measures it.",
-        "sudo apt-get install perftest",
+        "MTU, GID index and halves of both ends right? `sparkserve link` shows them; then reboot the slow node",
     ),
     # -- root ---------------------------------------------------------------------------------------------------------
     "sudo": Entry(

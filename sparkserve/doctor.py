@@ -21,9 +21,9 @@ from sparkserve.lifecycle import Session
 from sparkserve.link_proof import FLOOR_GBPS
 from sparkserve.operations import prove_cable
 from sparkserve.pair_checks import Difference, compare
-from sparkserve.parameters import decide_ports, read_api_key
+from sparkserve.parameters import decide_ports, read_api_key, read_sudo_password
 from sparkserve.plan import Change, Plan
-from sparkserve.settings import Settings, read_secret
+from sparkserve.settings import Settings
 
 Found = TypeVar("Found")
 
@@ -72,8 +72,7 @@ def examine(
         subject = replace(_find_cable(session, cluster, looks), needs=tuple(needs))
         running = {role: look.running for role, look in looks.items()}
         checks = [*_reached(session, unseen), *preflight.judge(subject), *preflight.check_foreign_pair(running)]
-        can_prove = ("api_key", "head") not in subject.unread and all(end.interface for end in subject.links.values())
-        if proves_link and can_prove and len(subject.links) == len(ROLES):
+        if proves_link and sum(bool(end.interface) for end in subject.links.values()) == len(ROLES):
             checks += prove_cable(session, cluster, dict(subject.links), FLOOR_GBPS)
         differences = compare(subject)
         if differences:
@@ -175,12 +174,9 @@ def _find_cable(session: Session, cluster: Cluster, looks: Mapping[Role, _Look])
 def _try_secrets(settings: Settings) -> dict[tuple[str, str], SparkserveError]:
     """Read the files that a start would read, to tell of those that cannot be."""
     found: dict[tuple[str, str], SparkserveError] = {}
-    for name in ("api_key", "sudo"):
+    for name, read in (("api_key", read_api_key), ("sudo", read_sudo_password)):
         try:
-            if name == "api_key":
-                read_api_key(settings)
-            elif settings.sudo_password_file is not None:
-                read_secret(settings.sudo_password_file, "the sudo password")
+            read(settings)
         except SparkserveError as error:
             found[name, "head"] = error
     return found

@@ -34,11 +34,11 @@ from sparkserve.endpoint import open_endpoint
 from sparkserve.engine_stop import abandon
 from sparkserve.engine_watch import is_half_started
 from sparkserve.errors import EXIT_NOT_READY, EXIT_USAGE, SparkserveError, usage_error
-from sparkserve.parameters import decide_parameters, secrets_to_mask
+from sparkserve.parameters import decide_parameters, read_sudo_password, secrets_to_mask
 from sparkserve.plan import Applied, ApplyReport, Change, Interrupted, Plan, apply, select
 from sparkserve.recipe import Recipe
 from sparkserve.recipe_source import load_recipe
-from sparkserve.settings import Loaded, Settings, load, read_secret, state_dir
+from sparkserve.settings import Loaded, Settings, load, state_dir
 from sparkserve.verify import Exam, Proof, verify
 
 if TYPE_CHECKING:
@@ -314,8 +314,8 @@ def _password_of(session: Session, node: Node) -> SecretStr | None:
     """Find the sudo password of a node: none where sudo asks for none, else from the settings or from a person."""
     if not node.host.asks_sudo_password():
         return None
-    if session.settings.sudo_password_file is not None:
-        return read_secret(session.settings.sudo_password_file, "the sudo password")
+    if (known := read_sudo_password(session.settings)) is not None:
+        return known
     answer = session.voice.ask_secret(f"sudo password of {node.identity['user']} on the {node.role}")
     return SecretStr(answer) if answer else None
 

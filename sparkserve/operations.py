@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 
 from sparkserve import around, blueprint, engine, engine_logs, lifecycle, link, link_proof, lock, records, status_look
@@ -285,22 +285,22 @@ def see_cable(session: Session, *, floor: float | None = None) -> Cable:
         names = cluster.on_both(lambda node: str(node.identity["hostname"]))
         checks = prove_cable(session, cluster, links, floor) if floor is not None else []
     odd = [check for check in check_link(Subject(session.settings, session.recipe, {}, links)) if check.verdict != "ok"]
+    odd, checks = ([replace(check, hint=check.advice) for check in found] for found in (odd, checks))
     return Cable(names, links, link.find_management(links), odd, link.propose(links), checks)
 
 
 def prove_cable(session: Session, cluster: Cluster, links: dict[Role, link.LinkFacts], floor: float) -> list[Check]:
     """Prove the cable as far as both nodes answer; what would disturb a pair that works for somebody is left out."""
-    endpoint = open_endpoint(session.settings, session.recipe)
 
     def is_idle() -> bool:
-        question = Question(cluster, session.recipe, endpoint, session.state, ask_token=False)
-        evidence = status_look.look(replace(question, patience=_GLANCE_SECONDS, remembers=False)).evidence
-        return bool(evidence.samples) and not evidence.in_flight
+        with suppress(SparkserveError), closing(open_endpoint(session.settings, session.recipe)) as endpoint:
+            question = Question(cluster, session.recipe, endpoint, session.state, ask_token=False)
+            evidence = status_look.look(replace(question, patience=_GLANCE_SECONDS, remembers=False)).evidence
+            return bool(evidence.samples) and not evidence.in_flight
+        return False  # what cannot be asked may be at work
 
     port = decide_ports(session.settings, session.recipe).master
     try:
         return link_proof.prove(cluster, links, master_port=port, floor=floor, is_idle=is_idle)
     except SparkserveError as error:
         return [Check("link_tcp", error.node, "unseen", str(error), "both ends of the cable, by a program", error.hint)]
-    finally:
-        endpoint.close()

@@ -118,6 +118,12 @@ def read_api_key(settings: Settings) -> SecretStr | None:
         raise
 
 
+def read_sudo_password(settings: Settings) -> SecretStr | None:
+    """Read the sudo password of both nodes; None where no file has it."""
+    file = settings.sudo_password_file
+    return None if file is None else read_secret(file, "the sudo password")
+
+
 def secrets_to_mask(settings: Settings) -> tuple[SecretStr | None, ...]:
     """List what no log may show; a file that cannot be read keeps nobody from looking at a pair, or ending it."""
     values: dict[str, SecretStr] = {}

@@ -173,7 +173,11 @@ def test_the_cable_is_found_only_for_a_worker_without_settings(
     assert [check.advice.splitlines()[1:] for check in found] == [[] if verdict == "ok" else lines] * 2
 
 
-def test_a_key_that_cannot_be_read_is_no_key(session: Session, tmp_path: Path) -> None:
+def test_a_key_that_cannot_be_read_is_no_key(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prove(*_given: object, is_idle: Callable[[], bool], **_more: object) -> list[Check]:
+        return [check("link_tcp", "ok", observed=f"idle: {is_idle()}")]
+
+    monkeypatch.setattr(link_proof, "prove", prove)
     (tmp_path / "secrets").write_text("NAME=word\n")
     (tmp_path / "secrets").chmod(0o600)
     changes = {"api_key_file": tmp_path / "none", "secrets_file": tmp_path / "secrets"}
@@ -182,6 +186,7 @@ def test_a_key_that_cannot_be_read_is_no_key(session: Session, tmp_path: Path) -
     session.loaded = replace(session.loaded, settings=settings)
     report = examine(session, proves_link=True, record=tmp_path / "record")
     assert load_facts(tmp_path / "record").nodes.keys() == {*ROLES}
+    assert "idle: False" in [one.observed for one in report.checks], "the cable is proved all the same"
     (found,) = [check for check in report.checks if check.id == "api_key"]
     assert (found.verdict, found.advice) == ("fail", "sparkserve key new --set")
     assert "cannot read" in found.observed

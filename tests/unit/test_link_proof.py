@@ -54,7 +54,7 @@ def said(check: Check) -> tuple[str, str, str, str]:
 def test_frames(arrived: list[int], problems: dict[str, str], verdict: str, observed: str) -> None:
     check = judge_frames("head", "worker", 9000, arrived, problems)
     assert said(check) == ("link_mtu_path", "head", verdict, observed)
-    assert bool(check.hint) is (verdict == "fail")
+    assert bool(check.advice) is (verdict == "fail")
 
 
 def test_the_meeting_port() -> None:
