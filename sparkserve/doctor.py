@@ -50,7 +50,7 @@ class _Look:
 
     system: system.SystemFacts
     link: link.LinkFacts
-    running: takeover_facts.Facts
+    running: takeover_facts.Facts | None
     image: str
     unread: Mapping[str, SparkserveError]
 
@@ -70,7 +70,7 @@ def examine(
         answering = [role for role, look in looks.items() if not look.system.docker.error]
         needs = _find_needs(deployment, looks.keys(), plans=len(answering) == len(ROLES))
         subject = replace(_find_cable(session, cluster, looks), needs=tuple(needs))
-        running = {role: look.running for role, look in looks.items()}
+        running = {role: look.running for role, look in looks.items() if look.running is not None}
         checks = [*_reached(session, unseen), *preflight.judge(subject), *preflight.check_foreign_pair(running)]
         if proves_link and sum(bool(end.interface) for end in subject.links.values()) == len(ROLES):
             checks += prove_cable(session, cluster, dict(subject.links), FLOOR_GBPS)
@@ -113,9 +113,10 @@ def _look(node: Node, deployment: Deployment, recorders: dict[Role, Recorder] | 
             return otherwise
 
     end = attempt("link_address", lambda: link.gather(node), link.UNSEEN)
-    running, layers = takeover_facts.Facts((), 0, 0), "could not look"
+    running: takeover_facts.Facts | None = None
+    layers = "could not look"
     if not facts.docker.error:  # a silent engine would be waited for again
-        running = attempt("containers", lambda: takeover_facts.gather(node), running)
+        running = attempt("containers", lambda: takeover_facts.gather(node), None)
         layers = attempt("image", lambda: _name_image(node, deployment), layers)
     return _Look(facts, end, running, layers, unread)
 

@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from sparkserve import host_checks, need_checks, pair_checks, system, takeover_facts, weights
 from sparkserve.checks import Check, DiskNeed, Subject
 from sparkserve.cluster import ROLES, Deployment, Node, Role
+from sparkserve.errors import SparkserveError
 from sparkserve.parameters import decide_ports
 from sparkserve.plan import Plan
 from sparkserve.planning import Starting, is_warm
 from sparkserve.source_checks import check_sources
-from sparkserve.takeover import find_ranks
+from sparkserve.takeover import find_pair, find_ranks
 
 
 def judge(subject: Subject, *, starting: bool = True) -> list[Check]:
@@ -55,20 +56,20 @@ def preflight(deployment: Deployment, wanted: Plan, start: Starting | None) -> l
 
 
 def check_foreign_pair(facts: Mapping[Role, takeover_facts.Facts]) -> list[Check]:
-    """Refuse to start beside ranks that somebody else's script started, by name."""
-    return [
-        Check(
-            "containers",
-            rank.running.role,
-            "fail",
-            f"{rank.running.name} runs rank {rank.rank} of {rank.family.label}, and is not ours",
-            "no other pair",
-            f"{rank.running.stop_hint}, or your own script's stop; `sparkserve init --from-running` writes its recipe",
-        )
-        for found in facts.values()
-        for rank in find_ranks(found.running)
-        if not rank.running.is_ours
-    ]
+    """Refuse to start beside ranks that somebody else's script started, by name, with what is missing of their pair."""
+    ranks = [rank for found in facts.values() for rank in find_ranks(found.running) if not rank.running.is_ours]
+    way = "`sparkserve init --from-running` writes its recipe"
+    try:
+        if ranks and facts.keys() == {*ROLES}:  # of a node that could not be looked at nothing is missing
+            find_pair(facts)
+    except SparkserveError as error:
+        way = f"to take it over: {error.hint}; then {way}"
+    checks = []
+    for rank in ranks:
+        observed = f"{rank.running.name} runs rank {rank.rank} of {rank.family.label}, and is not ours"
+        hint = f"{rank.running.stop_hint}, or your own script's stop; {way}"
+        checks.append(Check("containers", rank.running.role, "fail", observed, "no other pair", hint))
+    return checks
 
 
 def disk_needs(deployment: Deployment, wanted: Plan) -> list[DiskNeed]:

@@ -106,12 +106,21 @@ def find_pair(facts: Mapping[Role, Facts]) -> Pair:
         other = found[-1]
         hint = f"end all but one, such as by `{other.head.stop_hint}` and on the worker `{other.worker.stop_hint}`"
         raise _refusal("takeover_many", f"more than one pair runs: {names}", hint)
+    raise _refuse_none(theirs, ranks)
+
+
+def _refuse_none(theirs: Mapping[Role, Sequence[Running]], ranks: Mapping[Role, Sequence[Rank]]) -> SparkserveError:
+    """Say what every container is instead of a rank of a pair, and which rank is missing where half a pair runs."""
     rows = [f"{role}: {one.name} ({one.image}): {_explain(one, ranks)}" for role in ROLES for one in theirs[role]]
-    hint = "start your own script first; rank 0 must run on the node where sparkserve is typed"
-    missing = [role for role in ROLES if ROLES.index(role) not in [one.rank for one in ranks[role]]]
-    if len(missing) == 1:
-        hint = f"rank {ROLES.index(missing[0])} is missing on the {missing[0]}: start your own script there, too"
-    raise _refusal("takeover_none", "no pair of ranks of others runs on these nodes", hint, rows)
+    there = [one for role in ROLES for one in ranks[role] if one.rank == ROLES.index(role)]
+    missing = [role for role in ROLES if role not in [one.running.role for one in there]]
+    if len(missing) != 1:
+        hint = "start your own script first; rank 0 must run on the node where sparkserve is typed"
+        return _refusal("takeover_none", "no pair of ranks of others runs on these nodes", hint, rows)
+    half = ", ".join(f"{one.running.name} (rank {one.rank} of {one.family.label})" for one in there)
+    message = f"only half of a pair runs: {half} on the {there[0].running.role}"
+    hint = f"rank {ROLES.index(missing[0])} is missing on the {missing[0]}: start your own script there, too"
+    return _refusal("takeover_half", message, hint, rows)
 
 
 def _explain(running: Running, ranks: Mapping[Role, Sequence[Rank]]) -> str:

@@ -18,6 +18,7 @@ from sparkserve.errors import SparkserveError
 from sparkserve.lifecycle import open_session
 from sparkserve.lock import Lock, LockedImage
 from sparkserve.output import Mode, Output
+from sparkserve.preflight import check_foreign_pair
 from sparkserve.recipe import Recipe
 from sparkserve.recipe_text import to_toml
 from sparkserve.settings import Settings
@@ -229,6 +230,31 @@ def test_a_pair_is_not_compared_without_a_lock_or_a_pair(tmp_path: Path) -> None
     with pytest.raises(SparkserveError) as caught:
         _find_running({role: Facts((), 0, 0) for role in ROLES})
     assert (caught.value.code, caught.value.hint) == ("takeover_none", "sparkserve start")
+
+
+@pytest.mark.parametrize(("left", "missing"), [("head", "worker"), ("worker", "head")])
+def test_half_a_pair_is_named_with_what_is_missing(left: Role, missing: Role) -> None:
+    facts = facts_of(read("vllm_by_hand"))
+    facts[missing] = replace(facts[missing], running=())
+    rank, gone = ROLES.index(left), ROLES.index(missing)
+    hint = f"rank {gone} is missing on the {missing}: start your own script there, too"
+    for look in (find_pair, _find_running):
+        with pytest.raises(SparkserveError) as caught:
+            look(facts)
+        assert (caught.value.code, caught.value.exit_code, caught.value.hint) == ("takeover_half", 3, hint)
+        assert caught.value.message == f"only half of a pair runs: vllm-{left} (rank {rank} of vllm) on the {left}"
+    (check,) = check_foreign_pair(facts)
+    assert (check.node, check.verdict, check.observed) == (
+        left, "fail", f"vllm-{left} runs rank {rank} of vllm, and is not ours"
+    )  # fmt: skip
+    assert check.hint.startswith(f"docker stop vllm-{left}, or your own script's stop; to take it over: {hint}; then ")
+    (unknown,) = check_foreign_pair({left: facts[left]})
+    assert "missing" not in unknown.hint, "of a node that could not be looked at nothing is known"
+
+
+def test_a_whole_pair_can_be_taken_over() -> None:
+    hints = [check.hint for check in check_foreign_pair(facts_of(read("vllm_by_hand")))]
+    assert [hint.rpartition("; ")[2] for hint in hints] == ["`sparkserve init --from-running` writes its recipe"] * 2
 
 
 def test_two_pairs_with_one_image_are_told_apart_by_where_they_meet() -> None:
