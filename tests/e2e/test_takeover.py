@@ -2,117 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from tests.lab.model_repo import ENGRAM_NAME, MODEL_NAME
 from tests.lab.node import LabNode
-from tests.lab.pair import ENGINE, HOME, SOURCE, TOKEN, Pair
-from tests.lab.recipe import TEMPLATE
+from tests.lab.pair import HOME, Pair
+from tests.lab.theirs import CACHE, NAMES, SECRET, fetched_by_hand, served, theirs_down, theirs_up
 
 pytestmark = pytest.mark.faults
-IMAGE = "theirs/engine:latest"
-CACHE = f"{HOME}/.cache/huggingface"
-SECRET = "hf_of-their-own-account-0123456789"
-NAMES = ("tf-head", "tf-worker")
-DOCKERFILE = """FROM {base}
-COPY . /opt/engine
-RUN ln -s tensorfold_lab /opt/engine/tensorfold
-ENV PYTHONPATH=/opt/engine
-ENTRYPOINT ["/opt/engine/bin/tensorfold"]
-"""
-SLEEPER = ("-c", "trap 'exit 0' TERM; sleep infinity & wait")
-
-
-def build_image(pair: Pair) -> None:
-    """Build the engine on the head, and carry it to the worker as its owner would."""
-    text = DOCKERFILE.format(base=pair.lab.registry_reference)
-    context = io.BytesIO()
-    with tarfile.open(fileobj=context, mode="w", format=tarfile.GNU_FORMAT) as archive:
-        archive.add(ENGINE, ".", filter=lambda item: None if "__pycache__" in item.name else item)
-        entry = tarfile.TarInfo("Dockerfile")
-        entry.size = len(text)
-        archive.addfile(entry, io.BytesIO(text.encode()))
-    pair.head.run(["docker", "build", "-q", "-t", IMAGE, "-"], stdin=context.getvalue(), timeout=120)
-    pair.worker.run(["docker", "load"], stdin=pair.head.run(["docker", "save", IMAGE]).stdout, timeout=120)
-
-
-def fetch_weights(pair: Pair, node: LabNode) -> None:
-    """Fill a cache of the hub's own client; its files become root's, as containers leave them."""
-    environment = {"HOME": HOME, "HF_ENDPOINT": pair.hub.endpoint, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_TELEMETRY": "1"}
-    for name in (MODEL_NAME, ENGRAM_NAME):
-        words = [str(SOURCE / ".venv/bin/hf"), "download", name, "--revision", pair.commits[name]]
-        node.run(words, env=environment, timeout=120)
-    # The engine wants a template beside the weights; theirs put it there by hand.
-    place = snapshot(pair, MODEL_NAME).replace("/hf", CACHE, 1)
-    node.run(["tee", f"{place}/chat_template.jinja"], stdin=TEMPLATE.read_bytes())
-    node.run(["chown", "-R", "root:root", CACHE], user="root")
-    node.run(["mkdir", "-p", f"{HOME}/tf-cache"])
-
-
-def snapshot(pair: Pair, name: str) -> str:
-    return f"/hf/hub/models--{name.replace('/', '--')}/snapshots/{pair.commits[name]}"
-
-
-def theirs_up(pair: Pair, *, beside: bool = False) -> None:
-    """Do what their script does: the worker first, then the head, by `docker run`, or by `docker exec` in a sleeper."""
-    for rank, node in ((1, pair.worker), (0, pair.head)):
-        options = [
-            "--name",
-            NAMES[rank],
-            "--gpus",
-            "all",
-            "--network",
-            "host",
-            "--shm-size",
-            "1g",
-            "--restart",
-            "always",
-        ]
-        options += ["--device", "/dev/infiniband", "--cap-add", "IPC_LOCK", "--ulimit", "memlock=-1"]
-        options += ["-v", f"{CACHE}:/hf:ro", "-v", f"{HOME}/tf-cache:/cache/ranks", "-v", "/var/lib/lab:/lab"]
-        env = {
-            "TF_DS_ENGRAM": snapshot(pair, ENGRAM_NAME),
-            "TF_DS_RANK_CACHE": "/cache/ranks",
-            "NCCL_SOCKET_IFNAME": node.link_interface,
-            "GLOO_SOCKET_IFNAME": node.link_interface,
-            "HF_TOKEN": SECRET,
-        }
-        options += [word for name, value in env.items() for word in ("-e", f"{name}={value}")]
-        argv = ["serve", snapshot(pair, MODEL_NAME), "--tp", "2", "--rank", str(rank), "--context", "65536"]
-        argv += ["--master", pair.head.link_address, "--master-port", "29600", "--parallel", "2", "--no-update-check"]
-        argv += ["--host", "127.0.0.1", "--port", "8765", "--name", "their-model"] if rank == 0 else []
-        if beside:
-            node.docker("run", "-d", "--entrypoint", "bash", *options, IMAGE, *SLEEPER)
-            node.docker(
-                "exec", "-d", "-e", "MORE=1", NAMES[rank], "sh", "-c", f"exec python3 -m tensorfold {' '.join(argv)}"
-            )
-        else:
-            node.docker("run", "-d", *options, IMAGE, *argv)
-    deadline = time.monotonic() + 60
-    while served(pair) != ["their-model"]:
-        assert time.monotonic() < deadline, pair.head.docker("logs", NAMES[0])
-        time.sleep(0.2)
-
-
-def theirs_down(pair: Pair) -> None:
-    for rank, node in ((0, pair.head), (1, pair.worker)):
-        node.docker("stop", "-t", "1", NAMES[rank])
-        node.docker("rm", NAMES[rank])
-        # The kernel takes back what a killed engine held; the stand-in's memory is a file.
-        node.set_meminfo(MemAvailable=119_000_000, MemFree=118_000_000)
-
-
-def served(pair: Pair) -> list[str]:
-    answer = pair.head.run(["curl", "-sf", "http://127.0.0.1:8765/v1/models"], check=False).stdout
-    return [item["id"] for item in json.loads(answer)["data"]] if answer else []
 
 
 def essence(node: LabNode, name: str) -> dict[str, Any]:
@@ -136,29 +37,11 @@ def listing(node: LabNode) -> bytes:
     return node.run(["sh", "-c", f"find {CACHE} -ls | sort"], user="root").stdout
 
 
-def clean(pair: Pair) -> None:
-    """Leave nothing of theirs, and nothing of ours that came of it."""
-    pair.reset()
-    for node in pair.lab.nodes:
-        node.run(["sh", "-c", f"cd {HOME} && rm -rf {CACHE} tf-cache recipe taken-over.* .env"], user="root")
-        images = node.docker("images", "-q", "--filter", "reference=theirs/*", "--filter", "reference=*/their-model")
-        if images:
-            node.docker("rmi", "-f", *images.split())
-    pair.forget_everything()
-
-
 @pytest.fixture
 def fetched(pair: Pair) -> Iterator[Pair]:
-    """Their image and their weights on both nodes; of ours there is nothing, not even a settings file."""
-    clean(pair)
-    try:
-        build_image(pair)
-        for node in pair.lab.nodes:
-            fetch_weights(pair, node)
+    """Their image and their weights on both nodes; of ours there is nothing."""
+    with fetched_by_hand(pair):
         yield pair
-    finally:
-        clean(pair)
-        pair.write_settings()
 
 
 @pytest.fixture
@@ -214,6 +97,7 @@ def test_a_pair_of_theirs_becomes_ours_with_nothing_copied(theirs: Pair) -> None
     theirs_up(theirs)
     assert [essence(node, name) for node, name in zip(theirs.lab.nodes, NAMES, strict=True)] == before
     check_secret(theirs, [answer.stdout + answer.stderr for answer in answers])
+    check_half(theirs, worker)
 
 
 def check_up(pair: Pair, worker: str) -> None:
@@ -229,6 +113,23 @@ def check_up(pair: Pair, worker: str) -> None:
     assert (left_out["verdict"], "tf-head, tf-worker may use the cable" in left_out["observed"]) == ("unseen", True)
     assert served(pair) == ["their-model"]
     assert pair.head.run(["ls", ".env", "sparkserve"], check=False).stdout == b""
+
+
+def check_half(pair: Pair, worker: str) -> None:
+    """With the worker's rank stopped, see what is there told by name and what is missing, and nothing written."""
+    pair.worker.docker("stop", "-t", "1", NAMES[1])
+    listed = ["sh", "-c", "ls -l --full-time .env recipe sparkserve.lock.json taken-over.*; ls -d nowhere"]
+    before = pair.head.run(listed, check=False).stdout
+    refused = pair.ask("init", worker, "--from-running", "--yes", "--force", "--recipe-dir", "nowhere")
+    missing = "rank 1 is missing on the worker: start your own script there, too"
+    told = [(error["code"], error["message"], error["hint"]) for error in refused["errors"]]
+    assert told == [("takeover_half", "only half of a pair runs: tf-head (rank 0 of tensorfold) on the head", missing)]
+    compared = pair.ask("plan", "--against-running")
+    assert [(error["code"], error["hint"]) for error in compared["errors"]] == [("takeover_half", missing)]
+    found = pair.ask("doctor")["data"]["checks"]
+    (rank,) = [check for check in found if "runs rank" in check["observed"]]
+    assert (rank["node"], rank["verdict"], missing in rank["hint"]) == ("head", "fail", True), rank
+    assert pair.head.run(listed, check=False).stdout == before
 
 
 def test_an_engine_beside_a_sleeping_main_process(fetched: Pair) -> None:

@@ -1,5 +1,5 @@
 """A check-up of two healthy nodes of the lab: its time, with and without the proof of the cable, and from where nothing
-is installed; its logins, and what a stream beside it loses."""
+is installed; its logins, and what a stream beside it loses: of a pair of ours, and of one that was started by hand."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ import tempfile
 import threading
 import time
 import venv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from tests.bench.figures import Figure
-from tests.bench.stream import TOKENS_PER_SECOND, percent_lost
+from tests.bench.stream import TOKENS_PER_SECOND, Served, percent_lost
 from tests.lab.pair import HOME, SOURCE, Pair, paired
+from tests.lab.theirs import MODEL, NAMES, URL, fetched_by_hand, theirs_up
 
 RUNS = 5
+INSTANT = {"load_seconds_first": 0, "load_seconds_later": 0, "decode_tokens_per_second": TOKENS_PER_SECOND}
 
 
 def measure() -> Iterator[Figure]:
@@ -37,7 +41,8 @@ def measure() -> Iterator[Figure]:
         yield Figure("doctor_link_seconds", proved, "s", 6.0)
         yield Figure("doctor_connections", logins, "connections", 1)
         yield _from_nothing(pair)
-        yield _lost_beside(pair)
+        yield _lost_beside_ours(pair)
+        yield from _lost_beside_theirs(pair)
 
 
 def _from_nothing(pair: Pair) -> Figure:
@@ -59,27 +64,50 @@ def _from_nothing(pair: Pair) -> Figure:
         return Figure("doctor_from_nothing_seconds", time.perf_counter() - begun, "s", 60.0)
 
 
-def _lost_beside(pair: Pair) -> Figure:
-    """Compare a stream with and without one check-up after the other beside it."""
-    pair.script_engine(load_seconds_first=0, load_seconds_later=0, decode_tokens_per_second=TOKENS_PER_SECOND)
+def _lost_beside_ours(pair: Pair) -> Figure:
+    pair.script_engine(**INSTANT)
     if pair.ask("up")["exit_code"] != 0:
         raise RuntimeError("the pair does not start")
+    lost = percent_lost(pair, partial(_examining, partial(_seconds, pair)))
+    return Figure("tokens_lost_beside_doctor_percent", lost, "%", 2.0)
 
-    @contextmanager
-    def examining() -> Iterator[None]:
-        ended = threading.Event()
 
-        def examine() -> None:
-            while not ended.is_set():
-                _seconds(pair)
+def _lost_beside_theirs(pair: Pair) -> Iterator[Figure]:
+    """Check up beside a pair that was started by hand, as whoever has settings already, and as whoever has none."""
 
-        thread = threading.Thread(target=examine)
-        thread.start()
-        yield
-        ended.set()
-        thread.join()
+    def examine(*words: str) -> None:
+        checks = pair.ask("doctor", *words)["data"]["checks"]
+        named = [name for name in NAMES for check in checks if f"{name} runs rank" in check["observed"]]
+        if named != [*NAMES]:
+            raise RuntimeError(f"sparkserve doctor names {named} of {NAMES}")
 
-    return Figure("tokens_lost_beside_doctor_percent", percent_lost(pair, examining), "%", 2.0)
+    with fetched_by_hand(pair):
+        pair.script_engine(**INSTANT)
+        theirs_up(pair)
+        # At first there are no settings; then those of our own recipe are written.
+        for name, words in (("bare_", [f"spark@{pair.worker.management_address}"]), ("", [])):
+            if not words:
+                pair.write_settings()
+            lost = percent_lost(pair, partial(_examining, partial(examine, *words)), Served(URL, MODEL))
+            yield Figure(f"tokens_lost_beside_{name}doctor_by_hand_percent", lost, "%", 2.0)
+
+
+@contextmanager
+def _examining(examine: Callable[[], object]) -> Iterator[None]:
+    """Do one check-up after the other; one that fails spoils the figure."""
+    ended = threading.Event()
+
+    def go_on() -> None:
+        while not ended.is_set():
+            examine()
+
+    with ThreadPoolExecutor(1) as aside:
+        running = aside.submit(go_on)
+        try:
+            yield
+        finally:
+            ended.set()
+    running.result()
 
 
 def _seconds(pair: Pair, *words: str) -> float:

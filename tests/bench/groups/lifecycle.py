@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from tests.bench import peer
 from tests.bench.figures import Figure
-from tests.bench.stream import API, TOKENS_PER_SECOND, percent_lost
+from tests.bench.stream import OURS, TOKENS_PER_SECOND, percent_lost
 from tests.e2e.watching import watching
 from tests.lab.node import LabNode
 from tests.lab.pair import SOURCE, Pair, paired
@@ -108,8 +108,8 @@ def _run_by_hand(pair: Pair, argvs: dict[str, list[str]]) -> float:
         thread.start()
     for thread in threads:
         thread.join()
-    body = json.dumps({"model": "DeepSeek-V4.1-Flash-1017", "prompt": "1", "max_tokens": 1})
-    ask = f"curl -sf -m 5 {API}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+    body = json.dumps({"model": OURS.model, "prompt": "1", "max_tokens": 1})
+    ask = f"curl -sf -m 5 {OURS.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
     pair.head.run(["sh", "-c", f"for i in $(seq 600); do {ask} && exit 0; sleep 0.05; done; exit 1"], timeout=60)
     seconds = time.perf_counter() - begun
     for rank, node in enumerate(pair.lab.nodes):
