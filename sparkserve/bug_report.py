@@ -41,7 +41,7 @@ def explain(error: Exception, words: Sequence[str]) -> SparkserveError:
 def _write_log(error: Exception, words: Sequence[str], secrets: Sequence[SecretStr]) -> Path:
     directory = state_dir(os.environ) / "bugs"
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = directory / time.strftime("%Y%m%d-%H%M%S.log")
+    path = directory / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     head = f"sparkserve {__version__}, Python {platform.python_version()}, {platform.platform()}\n{shlex.join(words)}\n"
     path.write_text(mask(head + "".join(traceback.format_exception(error)), secrets), encoding="utf-8")
     for old in sorted(directory.glob("*.log"))[:-_KEPT]:

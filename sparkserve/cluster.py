@@ -16,14 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from sparkserve import docker_program, node_program, search_program
-from sparkserve.errors import (
-    EXIT_COULD_NOT_LOOK,
-    EXIT_NOT_READY,
-    Failures,
-    SparkserveError,
-    node_error,
-    usage_error,
-)
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, Failures, SparkserveError, node_error, usage_error
 from sparkserve.hosts import Host, LocalHost, Process, UnreachableHost, connection_lost, expand_home
 from sparkserve.lock import Lock
 from sparkserve.manifest import Manifest, ManifestFile

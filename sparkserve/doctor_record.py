@@ -16,7 +16,7 @@ from sparkserve.cluster import Deployment, Node, Role
 from sparkserve.container import OWNER, OWNER_LABEL, is_ours
 from sparkserve.hosts import mask
 from sparkserve.parameters import secrets_to_mask
-from sparkserve.system_text import output_of
+from sparkserve.system_text import output_of, published_ports
 
 _MOUNTS = "/proc/mounts"
 _INFO = ("ServerVersion", "DockerRootDir", "Driver", "Runtimes", "DiscoveredDevices")
@@ -84,7 +84,7 @@ def _container(row: Mapping[str, Any], number: int) -> dict[str, Any]:
         "Names": row["Names"] if ours else [f"/container-{number}"],
         "Image": row["Image"] if ours else f"image-{number}",
         "Labels": {OWNER_LABEL: OWNER} if ours else {},
-        "Ports": [{"PublicPort": port["PublicPort"]} for port in row.get("Ports") or () if "PublicPort" in port],
+        "Ports": [{"PublicPort": port} for port in published_ports(row)],
         "HostConfig": {"NetworkMode": (row.get("HostConfig") or {}).get("NetworkMode", "")},
     }
 

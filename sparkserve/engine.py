@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-import time
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role
@@ -39,8 +39,9 @@ _REFUSALS = (
 
 
 def new_run() -> str:
-    """Name a run: its time, so that runs sort, and a few random digits."""
-    return f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
+    """Name a run: its time, so that runs sort also within a second, and a few random digits."""
+    milliseconds = f"{datetime.now().astimezone():%Y%m%dT%H%M%S.%f}"[:-3]
+    return f"{milliseconds}-{secrets.token_hex(2)}"
 
 
 def plan(deployment: Deployment, facts: Mapping[Role, Facts], launch: Launch) -> list[Change]:

@@ -9,14 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sparkserve.cluster import Node
-from sparkserve.container import (
-    RANK_LABEL,
-    RECIPE_LABEL,
-    RUN_LABEL,
-    SPEC_LABEL,
-    container_name,
-    is_ours,
-)
+from sparkserve.container import RANK_LABEL, RECIPE_LABEL, RUN_LABEL, SPEC_LABEL, container_name, is_ours
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, docker_unreachable
 from sparkserve.system_text import parse_meminfo
 

@@ -296,6 +296,8 @@ def apply(
         raise
     if run.bugs:
         raise run.bugs[0]
+    # Which of them is told first decides the exit code: the plan says so, and not the clock.
+    run.report.failed.sort(key=lambda failed: plan.changes.index(failed[0]))
     return run.report
 
 

@@ -152,7 +152,7 @@ def _remove_folder(node: Node, path: str, run: Callable[..., object], work: Work
 
 def _plan_images(node: Node, wanted: Wanted, used: _Used, images: list[dict[str, Any]]) -> Iterator[Change]:
     """Engine images of ours under other names, and unnamed ones that carry our label."""
-    for image in images:
+    for image in sorted(images, key=lambda image: str(image["Id"])):  # those of one second come in no order
         tags = [tag for tag in image.get("RepoTags") or () if tag != "<none>:<none>"]
         ours = [tag for tag in tags if tag.startswith(_IMAGE_PREFIX) and tag not in wanted.images]
         unnamed = [] if tags or _IMAGE_LABEL not in (image.get("Labels") or {}) else [image["Id"]]

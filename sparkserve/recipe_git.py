@@ -91,7 +91,7 @@ def _go_on() -> None:
 
 
 def _refuse_links(directory: Path) -> None:
-    for path in directory.rglob("*"):
+    for path in sorted(directory.rglob("*")):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             shutil.rmtree(directory)
             message = f"the repository holds {path.relative_to(directory)}, which is no plain file"

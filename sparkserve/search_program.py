@@ -32,6 +32,7 @@ def search(request: dict[str, Any]) -> dict[str, list[object]]:
                 below[:] = []
                 continue
             seen.add((found.st_dev, found.st_ino))
+            below.sort()  # or chance decides by which of its names a directory is entered
             for name in names:
                 path = pathlib.Path(above, name)
                 try:

@@ -164,10 +164,15 @@ def parse_containers(raw: Mapping[str, Any]) -> tuple[Container, ...] | None:
             image=row.get("Image", ""),
             ours=is_ours(row.get("Labels")),
             on_host_network=(row.get("HostConfig") or {}).get("NetworkMode") == "host",
-            ports=tuple(sorted({port["PublicPort"] for port in row.get("Ports") or () if "PublicPort" in port})),
+            ports=published_ports(row),
         )
         for row in raw["body"] or ()
     )
+
+
+def published_ports(row: Mapping[str, Any]) -> tuple[int, ...]:
+    """List the ports of a container that Docker opens on the node; the engine keeps them in a map, in no order."""
+    return tuple(sorted({port["PublicPort"] for port in row.get("Ports") or () if "PublicPort" in port}))
 
 
 def output_of(answer: Answer) -> str:

@@ -180,7 +180,8 @@ def _options(container: Mapping[str, Any], image: Mapping[str, Any]) -> dict[str
     """Give Docker's options in the words of a recipe's container, then all others that are not Docker's defaults."""
     host, config = container["HostConfig"], container["Config"]
     is_host_ipc = host.get("IpcMode") == "host"
-    devices, limits = host.get("Devices") or (), host.get("Ulimits") or ()
+    # Some launchers, such as Compose, keep limits in a map: their order is another each time.
+    devices, limits = host.get("Devices") or (), sorted(host.get("Ulimits") or (), key=lambda one: one["Name"])
     known = {
         "gpus": bool(host.get("DeviceRequests")) or host.get("Runtime") == "nvidia",
         "ipc": "host" if is_host_ipc else (host.get("IpcMode") or "private").replace("shareable", "private"),

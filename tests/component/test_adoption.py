@@ -17,6 +17,7 @@ from sparkserve.hosts import LocalHost
 from sparkserve.inventory import list_items
 from sparkserve.plan import ApplyReport, Plan, apply
 from sparkserve.planning import look_for_weights
+from sparkserve.search_program import search
 from tests.component.weights_stage import KIB, Pair, Recorder, Silent
 from tests.lab.hub import Hub
 from tests.lab.model_repo import make_bench_repo
@@ -89,6 +90,18 @@ def test_whole_sets_are_used_in_place_on_both_nodes(stage: Pair, hub: Hub, tmp_p
     assert fresh.adopted == stage.node("worker").adopted
     assert not any(Path(place).is_symlink() for place in fresh.adopted.values())
     fresh.close()
+
+
+def test_a_directory_of_many_names_is_entered_by_the_same_one_each_time(tmp_path: Path) -> None:
+    for number in (3, 1, 7, 5, 9, 8, 2, 6, 4):  # a file system gives them in an order of its own
+        folder = tmp_path / str(number)
+        (folder / "real").mkdir(parents=True)
+        (folder / "real" / LARGE).write_bytes(b"x")
+        for name in "zbya":
+            (folder / name).symlink_to("real")
+    found = search({"folders": [str(tmp_path)], "sizes": [1]})
+    wanted = [tmp_path / str(number) / "a" / LARGE for number in range(1, 10)]
+    assert [row[0] for row in found["files"]] == [str(path) for path in wanted]  # type: ignore[index]
 
 
 def test_only_what_is_missing_is_fetched_and_the_link_brings_what_the_other_node_has(

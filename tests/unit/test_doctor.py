@@ -455,6 +455,15 @@ def test_persons_groups_and_machines_are_named_anew(seen: Seen) -> None:
     assert not {"sudo", "docker", "root"} & found.keys()
 
 
+def test_the_same_containers_are_recorded_alike() -> None:
+    """Docker keeps published ports in a map, one entry for each address: it tells them in another order each time."""
+    ports = [{"PublicPort": 9000}, {"PrivatePort": 80}, {"PublicPort": 8000}, {"PublicPort": 9000}]
+    rows = [{"Id": "1", "Names": ["/web"], "Image": "x", "Ports": told} for told in (ports, ports[::-1])]
+    first, second = (doctor_record._container(row, 1) for row in rows)
+    assert first == second
+    assert first["Ports"] == [{"PublicPort": 8000}, {"PublicPort": 9000}]
+
+
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_a_record_of_ours_names_nobody(path: Path) -> None:
     text = path.read_text()

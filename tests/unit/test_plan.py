@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparkserve.errors import SparkserveError, flatten
+from sparkserve.errors import EXIT_NOT_READY, SparkserveError, flatten
 from sparkserve.plan import Applied, Change, Plan, Work, apply, key_of, select
 from tests.fakes import RecordingReporter
 from tests.unit.cases import wait_for
@@ -44,14 +44,14 @@ class Gate:
         self.most = 0
 
     def meet(self, _work: Work) -> str:
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         return "met"
 
     def count(self, _work: Work) -> str:
         with self._lock:
             self.inside += 1
             self.most = max(self.most, self.inside)
-        threading.Event().wait(0.02)
+        self._barrier.wait(60)
         with self._lock:
             self.inside -= 1
         return "counted"
@@ -89,7 +89,7 @@ def test_a_change_begins_as_soon_as_its_own_need_is_met() -> None:
     later = threading.Event()
 
     def waits(_work: Work) -> str:
-        if not later.wait(10):
+        if not later.wait(60):
             raise SparkserveError("slow", "the copy never began")
         return "waited"
 
@@ -103,8 +103,8 @@ def test_a_change_begins_as_soon_as_its_own_need_is_met() -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_no_more_of_one_kind_than_its_width(width: int) -> None:
-    gate = Gate(1)
-    plan = Plan(tuple(change(str(n), action=gate.count, lane="download") for n in range(8)))
+    gate = Gate(width)  # so many are inside at once, or nobody comes out
+    plan = Plan(tuple(change(str(n), action=gate.count, lane="download") for n in range(6)))
     apply(plan, RecordingReporter(), {"download": width})
     assert gate.most == width
 
@@ -153,7 +153,21 @@ def test_both_failures_are_told_with_their_nodes() -> None:
     plan = Plan((change("a", action=fails("one", "worker")), change("b", action=fails("two"))))
     with pytest.raises(SparkserveError) as caught:
         apply(plan, RecordingReporter()).raise_failures()
-    assert sorted((error.code, error.node) for error in flatten(caught.value)) == [("one", "worker"), ("two", "head")]
+    assert [(error.code, error.node) for error in flatten(caught.value)] == [("one", "worker"), ("two", "head")]
+
+
+def test_failures_are_told_in_the_order_of_the_plan_and_not_of_the_clock() -> None:
+    reporter = RecordingReporter()
+
+    def late(_work: Work) -> str:
+        wait_for(lambda: reporter.keys("failed") == ["head/s/b"], "the second change failed first")
+        raise SparkserveError("late", "went wrong", exit_code=EXIT_NOT_READY)
+
+    plan = Plan((change("a", action=late), change("b", action=fails("early"))))
+    with pytest.raises(SparkserveError) as caught:
+        apply(plan, reporter).raise_failures()
+    assert [error.code for error in flatten(caught.value)] == ["late", "early"]
+    assert caught.value.exit_code == EXIT_NOT_READY
 
 
 def test_the_same_cause_is_told_once() -> None:

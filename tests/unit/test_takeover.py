@@ -100,6 +100,17 @@ def test_the_recipe_is_the_golden_one(path: Path) -> None:
     assert recipe_of(found).phases, "the log of the family is known"
 
 
+def test_lists_that_docker_or_a_launcher_keeps_in_maps_mean_the_same_in_any_order() -> None:
+    """Docker tells mounts in another order at each look, and Compose gives it limits in another order at each start."""
+    inspected, other = read("tensorfold_by_hand"), read("tensorfold_by_hand")
+    for found in other.values():
+        found["container"]["Mounts"].reverse()
+        found["container"]["HostConfig"]["Ulimits"].reverse()
+    assert inspected != other
+    assert to_toml(taken(other).recipe) == to_toml(taken(inspected).recipe)
+    assert differences(other) == differences(inspected)
+
+
 @pytest.mark.parametrize("path", PAIRS, ids=lambda path: path.stem)
 def test_ours_gets_the_same_arguments_and_environment(path: Path) -> None:
     rows = differences(read_case(path))
