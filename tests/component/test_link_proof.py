@@ -241,7 +241,7 @@ def test_nothing_outlives_its_input(program: subprocess.Popen[bytes], tmp_path: 
     wait_for(lambda: child.exists() and child.read_text() != "", "the child")
     assert program.stdin is not None
     program.stdin.close()
-    assert program.wait(5) == 0
+    assert program.wait(60) == 0
     pid = int(child.read_text())
     wait_for(
         lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes(), "its end"

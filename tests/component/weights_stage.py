@@ -175,7 +175,7 @@ def pair(repo: ModelRepo, endpoint: str, home: Path, worker_host: LocalHost | No
             node.close()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for something that has to happen."""
     deadline = time.monotonic() + seconds
     while not condition():

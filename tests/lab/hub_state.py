@@ -94,7 +94,7 @@ class HubState:
         if "move_branch" in order:
             self.move_branch(**order["move_branch"])
 
-    def wait_idle(self, seconds: float = 5.0) -> list[Json]:
+    def wait_idle(self, seconds: float = 60.0) -> list[Json]:
         """Wait until no request is being served, and return the log."""
         deadline = time.monotonic() + seconds
         while True:

@@ -73,7 +73,7 @@ class Process:
         """End it, and so all that lives in its PID namespace; return when it is gone."""
         if self.alive:
             os.kill(self.pid, signal.SIGKILL)
-        wait_until(lambda: not self.alive, f"end of process {self.pid}", 10)
+        wait_until(lambda: not self.alive, f"end of process {self.pid}", 60)
 
 
 def _start_time(pid: int) -> int | None:
@@ -109,4 +109,4 @@ def remove_control_groups(name: str) -> None:
                     return False
         return True
 
-    wait_until(removed, f"removal of the control groups {name}", 5)
+    wait_until(removed, f"removal of the control groups {name}", 60)

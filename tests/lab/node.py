@@ -126,13 +126,13 @@ class LabNode:
         """Start the SSH server."""
         if not self._running("/run/sshd.pid"):
             self.run(["/usr/sbin/sshd", "-E", f"{LOGS}/sshd.log"], user="root")
-        wait_until(self._answers_ssh, f"sshd on {self.name}", 10)
+        wait_until(self._answers_ssh, f"sshd on {self.name}", 60)
 
     def stop_sshd(self) -> None:
         """End the SSH server and every session."""
         self._signal_sshd(signal.SIGCONT)
         self._signal_sshd(signal.SIGKILL)
-        wait_until(lambda: not processes_named(SSHD, self.pid), f"end of sshd on {self.name}", 10)
+        wait_until(lambda: not processes_named(SSHD, self.pid), f"end of sshd on {self.name}", 60)
         self.run(["rm", "-f", "/run/sshd.pid"], user="root")
 
     def pause_sshd(self) -> None:
@@ -158,7 +158,7 @@ class LabNode:
     def wait_docker(self) -> None:
         """Wait until the Docker engine answers."""
         answers = ["docker", "version", "--format", "{{.Server.Version}}"]
-        wait_until(lambda: self.run(answers, check=False).returncode == 0, f"dockerd on {self.name}", 30)
+        wait_until(lambda: self.run(answers, check=False).returncode == 0, f"dockerd on {self.name}", 60)
 
     def stop_docker(self) -> None:
         """End the Docker engine in order, and its containers with it, as a reboot would."""

@@ -37,7 +37,7 @@ def start(head: LabNode) -> None:
         return
     head.run(["sh", "-c", f"mkdir -p /etc/docker && cat > {CONFIG}"], user="root", stdin=SETTINGS.encode())
     head.launch_daemon("registry", ["docker-registry", "serve", CONFIG])
-    wait_until(lambda: _answers(head), "the registry on the head", 20)
+    wait_until(lambda: _answers(head), "the registry on the head", 60)
 
 
 def publish_base(head: LabNode, folder: Path) -> None:

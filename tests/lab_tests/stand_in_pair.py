@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,12 +12,14 @@ from typing import Any
 
 import httpx
 
+from tests.unit.cases import free_port
+
 ENGINE = Path(__file__).parents[1] / "lab" / "engine"
-FAST = {"load_seconds_first": 0.3, "load_seconds_later": 0.1, "rendezvous_timeout_seconds": 5, "heartbeat_seconds": 5}
+FAST = {"load_seconds_first": 0.3, "load_seconds_later": 0.1, "rendezvous_timeout_seconds": 30, "heartbeat_seconds": 30}
 MEMINFO = "MemTotal:       125000000 kB\nMemFree:        110000000 kB\nMemAvailable:   118000000 kB\nCached: 5 kB\n"
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if value := condition():
@@ -45,12 +46,6 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
 class Pair:
     """Two ranks, each with a LAB_DIR of its own, as on two nodes."""
 
@@ -64,7 +59,7 @@ class Pair:
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
         self.port = free_port()
         self.master_port = free_port()
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=20, trust_env=False)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60, trust_env=False)
         for rank in (0, 1):
             (folder / f"lab{rank}").mkdir()
             (folder / f"cache{rank}").mkdir()
@@ -117,7 +112,7 @@ class Pair:
     def log(self, rank: int) -> str:
         return self.log_path(rank).read_text()
 
-    def exit_code(self, rank: int, seconds: float = 10.0) -> int:
+    def exit_code(self, rank: int, seconds: float = 60.0) -> int:
         return self.ranks[rank].wait(seconds)
 
     def stop(self) -> None:

@@ -80,7 +80,7 @@ def test_two_labs_run_side_by_side(first: Lab, second: Lab) -> None:
     assert len(processes_in(namespaces)) > 6
     second.down()
     second.down()
-    wait_until(lambda: traces(second) == [] and processes_in(namespaces) == [], "end of all traces", 5)
+    wait_until(lambda: traces(second) == [] and processes_in(namespaces) == [], "end of all traces", 60)
     assert first.head.docker("version")
 
 
@@ -88,10 +88,10 @@ def test_two_labs_run_side_by_side(first: Lab, second: Lab) -> None:
 def test_an_up_that_is_killed_half_way_leaves_nothing_and_can_be_repeated(second: Lab, sign: str) -> None:
     program = "import sys, pathlib; from tests.lab.nodes import Lab; Lab.for_checkout(pathlib.Path(sys.argv[1])).up()"
     with subprocess.Popen([sys.executable, "-c", program, str(second.checkout)], cwd=CHECKOUT) as starting:
-        wait_until((second.folder / sign).exists, sign, 20)
+        wait_until((second.folder / sign).exists, sign, 60)
         starting.kill()
     processes = [int(node["pid"]) for node in json.loads((second.folder / "state.json").read_text())["nodes"].values()]
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes), "end of both nodes", 10)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes), "end of both nodes", 60)
     assert not second.is_up
     second.up()
     assert second.worker.docker("ps", "--quiet") == ""
@@ -102,11 +102,11 @@ def test_an_up_that_is_interrupted_takes_down_what_it_made(second: Lab, number: 
     program = "import sys, pathlib; from tests.lab.nodes import Lab; Lab.for_checkout(pathlib.Path(sys.argv[1])).up()"
     argv = [sys.executable, "-c", program, str(second.checkout)]
     with subprocess.Popen(argv, cwd=CHECKOUT, stderr=subprocess.DEVNULL) as starting:
-        wait_until((second.folder / "state.json").exists, "state.json", 20)
+        wait_until((second.folder / "state.json").exists, "state.json", 60)
         os.kill(starting.pid, number)
-        assert starting.wait(20) != 0
+        assert starting.wait(60) != 0
     assert not (second.folder / "state.json").exists()
-    wait_until(lambda: traces(second) == [], "end of all traces", 5)
+    wait_until(lambda: traces(second) == [], "end of all traces", 60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -126,8 +126,8 @@ def test_a_run_that_is_interrupted_leaves_no_container(second: Lab, number: int)
         namespaces = {Path(f"/proc/{pid}/ns/net").readlink() for pid in running.stdout.readline().decode().split()}
         assert len(namespaces) == 2
         os.kill(running.pid, number)
-        assert running.wait(20) != 0
-    wait_until(lambda: traces(second) == [] and processes_in(namespaces) == [], "end of all traces", 5)
+        assert running.wait(60) != 0
+    wait_until(lambda: traces(second) == [] and processes_in(namespaces) == [], "end of all traces", 60)
 
 
 def test_a_file_replaced_in_the_checkout_is_seen_on_the_nodes_at_once(second: Lab) -> None:

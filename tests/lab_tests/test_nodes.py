@@ -44,11 +44,10 @@ def python_on(node: LabNode, program: str, *arguments: str, user: str = "spark")
     return node.run(["python3", "-c", program, *arguments], user=user).stdout.decode().strip()
 
 
-def test_a_warm_up_takes_seconds_and_a_second_up_changes_nothing(lab: Lab) -> None:
-    before, started = lab.head.pid, time.monotonic()
+def test_a_second_up_changes_nothing(lab: Lab) -> None:
+    before = lab.head.pid
     lab.up()
     assert lab.head.pid == before
-    assert time.monotonic() - started < 5
 
 
 def test_the_head_reaches_the_worker_by_key_once_its_host_key_is_known(lab: Lab) -> None:
@@ -116,7 +115,7 @@ def test_the_link_carries_jumbo_frames_and_http(lab: Lab) -> None:
     fetch = ["curl", "-sf", "--retry", "20", "--retry-connrefused", "--retry-delay", "1", address]
     assert lab.head.run(fetch).stdout == Path("/usr/bin/openssl").read_bytes()
     server.terminate()
-    assert server.wait(10) == -signal.SIGTERM
+    assert server.wait(60) == -signal.SIGTERM
 
 
 def test_an_image_is_built_with_a_run_step_and_shipped_by_digest(trusting_lab: Lab) -> None:
@@ -224,10 +223,10 @@ def test_signals_and_time_limits_reach_the_command_inside(lab: Lab) -> None:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 42
+        assert process.wait(60) == 42
     with pytest.raises(subprocess.TimeoutExpired):
         lab.head.run(["sleep", "4321"], timeout=0.5)
-    wait_until(lambda: lab.head.run(["pgrep", "-f", "^sleep 4321"], check=False).returncode == 1, "end of sleep", 5)
+    wait_until(lambda: lab.head.run(["pgrep", "-f", "^sleep 4321"], check=False).returncode == 1, "end of sleep", 60)
 
 
 def test_the_owner_runs_the_python_of_the_checkout(lab: Lab) -> None:

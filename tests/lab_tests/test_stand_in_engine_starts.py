@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,17 +23,17 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 
 def test_memory_goes_down_while_loading_and_comes_back(pair: Pair) -> None:
-    pair.script(meminfo_gib=99, load_seconds_first=0.8)
+    pair.script(meminfo_gib=99, hang_at={"at": "loading"})
     inode = pair.meminfo(1).stat().st_ino
     pair.start()
-    wait_until(lambda: 50_000_000 < pair.available_kib(1) < 117_000_000)
+    wait_until(lambda: all("hangs here" in pair.log(rank) for rank in (0, 1)))
+    assert 50_000_000 < pair.available_kib(1) < 117_000_000
+    pair.script(meminfo_gib=99)
     wait_until(lambda: "serving flash" in pair.log(0))
     assert pair.available_kib(0) == pytest.approx(118_000_000 - 99 * 1024 * 1024, abs=100)
     assert pair.meminfo(1).stat().st_ino == inode
-    started = time.monotonic()
     pair.ranks[0].send_signal(signal.SIGTERM)
     assert (pair.exit_code(0), pair.exit_code(1)) == (0, 0)
-    assert time.monotonic() - started < 2
     assert "rank 0 has stopped; stopping too" in pair.log(1)
     assert [pair.meminfo(rank).read_text() for rank in (0, 1)] == [MEMINFO, MEMINFO]
 
@@ -52,9 +51,7 @@ def test_the_second_start_finds_the_cache_and_the_memory_of_a_killed_rank(pair: 
         pair.ranks[rank].kill()
         pair.ranks[rank].wait()
     assert pair.available_kib(0) < 20_000_000
-    started = time.monotonic()
     pair.start_and_wait()
-    assert time.monotonic() - started < 1.5
     assert "rank cache found" in pair.log(0)
     pair.ranks[0].terminate()
     pair.exit_code(0)
@@ -92,19 +89,19 @@ def test_rank_1_ends_with_an_error_when_rank_0_dies(pair: Pair) -> None:
 
 
 def test_a_silent_rank_1_is_lost_after_the_heartbeat(pair: Pair) -> None:
-    pair.script(heartbeat_seconds=0.8)
+    pair.script(heartbeat_seconds=2)
     pair.start_and_wait()
     pair.ranks[1].send_signal(signal.SIGSTOP)
-    wait_until(lambda: "the lane is broken (rank 1: no heartbeat for 0.8 s)" in pair.log(0), 5)
+    wait_until(lambda: "the lane is broken (rank 1: no heartbeat for 2 s)" in pair.log(0))
     assert pair.chat("17*19").status_code == 500
 
 
 @pytest.mark.parametrize("place", ["before_rendezvous", "loading", "after_ready"])
 def test_scripted_exits(pair: Pair, place: str) -> None:
     word = "torch.OutOfMemoryError: CUDA out of memory"
-    pair.script(
-        exit_at={"at": place, "rank": 1, "code": 70, "log": ["Traceback:", word]}, rendezvous_timeout_seconds=1.5
-    )
+    patience = 1.5 if place == "before_rendezvous" else 30
+    fault = {"at": place, "rank": 1, "code": 70, "log": ["Traceback:", word]}
+    pair.script(exit_at=fault, rendezvous_timeout_seconds=patience)
     pair.start()
     assert pair.exit_code(1) == 70
     assert f"Traceback:\n{word}\n" in pair.log(1)
@@ -126,7 +123,7 @@ def test_a_late_rank_0_is_nccl_error_6_on_rank_1(pair: Pair) -> None:
 
 @pytest.mark.parametrize("place", ["loading", "after_ready"])
 def test_scripted_hangs(pair: Pair, place: str) -> None:
-    pair.script(hang_at={"at": place, "rank": 1}, log_lines=["an odd line"], heartbeat_seconds=1)
+    pair.script(hang_at={"at": place, "rank": 1}, log_lines=["an odd line"], heartbeat_seconds=2)
     pair.start()
     if place == "loading":
         wait_until(lambda: "hangs here" in pair.log(1))
@@ -136,7 +133,7 @@ def test_scripted_hangs(pair: Pair, place: str) -> None:
         pair.script()
         wait_until(lambda: "serving flash" in pair.log(0))
     else:
-        wait_until(lambda: "no heartbeat for 1 s" in pair.log(0))
+        wait_until(lambda: "no heartbeat for 2 s" in pair.log(0))
         assert pair.ranks[1].poll() is None
 
 
@@ -149,8 +146,8 @@ def test_sigterm_while_loading_and_ignored_sigterm(pair: Pair) -> None:
     wait_until(lambda: "SIGTERM ignored" in pair.log(0))
     pair.script(load_seconds_first=20)
     pair.ranks[0].terminate()
-    assert pair.exit_code(0, 2) == 143
-    assert pair.exit_code(1, 2) == 1
+    assert pair.exit_code(0) == 143
+    assert pair.exit_code(1) == 1
     assert [pair.meminfo(rank).read_text() for rank in (0, 1)] == [MEMINFO, MEMINFO]
 
 

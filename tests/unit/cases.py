@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +14,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 CASES = ROOT / "tests" / "cases"
+# Below what the kernel gives to whoever connects: such a port could be taken before its listener is there.
+_PORTS = itertools.count(12_000 + os.getpid() % 8_000)
 
 
 def case_files(room: str, suffix: str = ".json") -> list[Path]:
@@ -36,7 +42,15 @@ def row_name(row: dict[str, Any]) -> str:
     return str(row["name"])
 
 
-def wait_for(true: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+def free_port() -> int:
+    """Give a port of loopback that nobody has; never the same one twice."""
+    for port in _PORTS:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
+
+
+def wait_for(true: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     """Poll until something holds; fail with its name after `seconds`."""
     deadline = time.monotonic() + seconds
     while not true():

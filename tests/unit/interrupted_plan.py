@@ -19,14 +19,14 @@ def first(_work: Work) -> str:
 
 
 def polite(work: Work) -> str:
-    all_wait.wait(10)
+    all_wait.wait(60)
     while True:
         work.check()
         threading.Event().wait(0.01)
 
 
 def finishes(work: Work) -> str:
-    all_wait.wait(10)
+    all_wait.wait(60)
     try:
         while True:
             work.check()
@@ -38,7 +38,7 @@ def finishes(work: Work) -> str:
 
 
 def breaks(work: Work) -> str:
-    all_wait.wait(10)
+    all_wait.wait(60)
     try:
         while True:
             work.check()

@@ -7,7 +7,6 @@ import getpass
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ import pytest
 from sparkserve import ssh
 from sparkserve.settings import Settings
 from sparkserve.ssh_host import SshHost
-from tests.unit.cases import wait_for
+from tests.unit.cases import free_port, wait_for
 
 SSHD = "/usr/sbin/sshd"
 USER = "spark-tester" if os.getuid() == 0 else getpass.getuser()
@@ -28,13 +27,6 @@ NAMESPACE = f"""set -e; mount -t tmpfs tmpfs /run; mkdir -m 755 /run/sshd
 cp "$1" /run/keys; sed '/^root:/s#[^:]*$#/bin/sh#' /etc/passwd > /run/passwd
 echo '{USER}:*:1500:1500::/run:/bin/sh' >> /run/passwd
 chmod 644 /run/keys /run/passwd; mount --bind /run/passwd /etc/passwd; shift; exec "$@\""""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def make_key(path: Path, *, passphrase: str = "", kind: str = "ed25519") -> Path:
@@ -121,7 +113,7 @@ class Sshd:
     def close(self) -> None:
         self.cut()
         self._process.terminate()
-        self._process.wait(10)
+        self._process.wait(60)
 
 
 def descendants(pid: int) -> list[int]:

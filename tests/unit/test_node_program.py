@@ -86,8 +86,8 @@ def test_files_tools_and_commands(session: NodeSession, tmp_path: Path) -> None:
 
 def test_a_tool_that_reads_its_input_takes_no_request_away(session: NodeSession) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        reads = pool.submit(session.ask, "facts", commands={"cat": ["cat"]}, timeout=5)
-        others = [session.ask("hello", timeout=5) for _ in range(5)]
+        reads = pool.submit(session.ask, "facts", commands={"cat": ["cat"]}, timeout=60)
+        others = [session.ask("hello", timeout=60) for _ in range(5)]
         assert reads.result()["commands"]["cat"] == {"code": 0, "out": "", "err": ""}
     assert len(others) == 5
 
@@ -240,7 +240,7 @@ def test_a_file_that_changes_while_it_is_hashed_has_no_hash(files: Files) -> Non
     stop = threading.Event()
 
     def change() -> None:
-        begun.wait(10)
+        begun.wait(60)
         while not stop.is_set():
             os.utime(path)
 

@@ -191,10 +191,10 @@ def test_a_watch_that_restarts_the_pair_gives_way_to_a_stop(tmp_path: Path, monk
     restart_of_watch = next(watching)
     with ThreadPoolExecutor(1) as aside:
         ended = aside.submit(restart_of_watch)
-        assert begun.wait(5)
+        assert begun.wait(60)
         assert operations.stop(make_session(tmp_path), force=False, dry_run=False).plan.is_empty
         with pytest.raises(SparkserveError, match="was stopped while it was restarted"):
-            ended.result(5)
+            ended.result(60)
     assert not records.read_wanted(session.state).serving
 
 

@@ -45,7 +45,7 @@ def test_an_interrupt_lets_changes_end_and_reports_each(
     ending: subprocess.Popen[str], numbers: tuple[signal.Signals, ...], exit_code: int
 ) -> None:
     say(ending, *numbers)
-    answer, _ = ending.communicate("end\n", timeout=15)
+    answer, _ = ending.communicate("end\n", timeout=60)
     assert ending.returncode == exit_code
     assert json.loads(answer) == {
         "applied": ["finishes", "first"],
@@ -57,6 +57,6 @@ def test_an_interrupt_lets_changes_end_and_reports_each(
 def test_who_insists_is_let_go_with_a_word_about_what_is_left(ending: subprocess.Popen[str]) -> None:
     say(ending, INT, INT)
     ending.send_signal(INT)
-    assert ending.wait(5) == 130
+    assert ending.wait(60) == 130
     assert ending.stderr is not None
     assert "sparkserve stop" in ending.stderr.read()

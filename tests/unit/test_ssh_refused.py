@@ -11,7 +11,8 @@ import pytest
 
 from sparkserve import ssh
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
-from tests.unit.sshd import Client, Sshd, fingerprint, free_port, make_key
+from tests.unit.cases import free_port
+from tests.unit.sshd import Client, Sshd, fingerprint, make_key
 
 
 def refusal(client: Client) -> SparkserveError:

@@ -211,14 +211,14 @@ def test_the_loop_looks_again_at_once_after_a_first_bad_look(scene: Scene) -> No
         if event.kind == "restarted":
             break
     assert kinds == ["degraded", "restarting", "restarted"]
-    assert time.monotonic() - begun < 0.5
+    assert time.monotonic() - begun < watching._LOOK_SECONDS
 
 
 # -- the journal ------------------------------------------------------------------------------------------------------
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
