@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from tests.e2e.refusal import look
 from tests.lab.pair import HOME, Pair, paired
 
 OTHER = f"{HOME}/recipes/other"
+# What a start needs; in the rest of the cache the engine writes.
+MADE = (
+    *("home/spark/sparkserve/models", "home/spark/sparkserve/cache/derived", "home/spark/sparkserve/cache/templates"),
+    *("home/spark/recipes/lab", "var/lib/sparkserve", "etc/sysctl.d"),
+)
+_made: dict[str, list[Any]] = {}
 
 
 @pytest.fixture(scope="session")
@@ -28,14 +36,22 @@ def pair(shared_pair: Pair) -> Pair:
     return shared_pair
 
 
-@pytest.fixture
-def prepared(pair: Pair) -> Pair:
-    """A pair on which everything is there but the start."""
+def prepare(pair: Pair) -> None:
+    """Make all that a start needs, where a test before took something away or changed it."""
+    if look(pair, MADE) == _made.get(pair.lab.identity):
+        return
     answer = pair.ask("up", "--check")
     if [change for change in answer["data"]["changes"] if change["step"] != "start"]:
         done = pair.ask("up")
         assert done["exit_code"] == 0, done["errors"]
         assert pair.ask("stop")["exit_code"] == 0
+    _made[pair.lab.identity] = look(pair, MADE)
+
+
+@pytest.fixture
+def prepared(pair: Pair) -> Pair:
+    """A pair on which everything is there but the start."""
+    prepare(pair)
     return pair
 
 

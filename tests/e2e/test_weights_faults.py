@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.lab.machine import wait_until
 from tests.lab.model_repo import MODEL_NAME
 from tests.lab.node import LabNode
 from tests.lab.pair import HOME, Pair
@@ -36,7 +37,16 @@ FILL = """
 until find "$1" -path "*/.sparkserve-partial/*" -type f | grep -q .; do sleep 0.05; done
 mount -o "remount,size=$(($(df --output=used --block-size=1K "$1" | tail -1) + 1024))k" "$1"
 """
-SHARD = "model-00003-of-00039.safetensors"
+CONTENT = {"host": "content"}
+# What may have become of a file, whose path is the last word of each command.
+HARMS = {
+    "flip": ["python3", "-c", FLIP],
+    "truncate": ["truncate", "--size=-1"],
+    "link": ["sh", "-c", 'mv "$1" ~/aside && ln -s ~/aside "$1"', "sh"],
+    "grow": ["sh", "-c", 'printf x >> "$1"', "sh"],
+    "remove": ["rm"],
+    "directory": ["sh", "-c", 'rm "$1" && mkdir "$1"', "sh"],
+}
 
 
 def folder(pair: Pair) -> str:
@@ -77,44 +87,49 @@ def assert_proved(pair: Pair) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    "faults",
     [
-        ("cut", {"at_fraction": 0.5, "times": 5}),
-        ("cut", {"at_fraction": 0.9, "reset": True, "match": {"host": "content"}, "times": 10}),
-        ("status", {"status": 429, "headers": {"Retry-After": "1"}, "times": 5}),
-        ("status", {"status": 503, "times": 4}),
-        (
-            "status",
-            {"status": 416, "headers": {"Content-Range": "bytes */0"}, "match": {"host": "content"}, "times": 2},
-        ),
-        ("wrong_byte", {"offset": 500, "match": {"host": "content"}, "times": 1}),
-        ("html", {"body": "<html>sign in</html>", "match": {"host": "content"}, "times": 2}),
-        ("expire", {"match": {"host": "content"}, "times": 4}),
-        ("ignore_range", {"match": {"host": "content"}}),
-        ("stall", {"at_fraction": 0.99, "match": {"host": "content"}, "times": 2}),
+        # Two together, where one file could meet all of both and still not be given up.
+        [
+            ("cut", {"at_fraction": 0.5, "times": 4}),
+            ("status", {"status": 429, "headers": {"Retry-After": "1"}, "times": 4}),
+        ],
+        [
+            ("status", {"status": 416, "headers": {"Content-Range": "bytes */0"}, "match": CONTENT, "times": 2}),
+            ("wrong_byte", {"offset": 500, "match": CONTENT, "times": 1}),
+        ],
+        [
+            ("status", {"status": 503, "times": 4}),
+            ("html", {"body": "<html>sign in</html>", "match": CONTENT, "times": 2}),
+        ],
+        [("cut", {"at_fraction": 0.9, "reset": True, "match": CONTENT, "times": 10})],
+        [("expire", {"match": CONTENT, "times": 4})],
+        [("ignore_range", {"match": CONTENT})],
+        [("stall", {"at_fraction": 0.99, "match": CONTENT, "times": 2})],
     ],
+    ids=lambda faults: "+".join(kind for kind, _ in faults),
 )
-def test_a_hub_that_fails_for_a_while(bare: Pair, kind: str, options: dict[str, Any]) -> None:
-    bare.hub.fault(kind, **options)
-    begun = time.monotonic()
+def test_a_hub_that_fails_for_a_while(bare: Pair, faults: list[tuple[str, dict[str, Any]]]) -> None:
+    for kind, options in faults:
+        bare.hub.fault(kind, **options)
     answer = assert_proved(bare)
     moved = [item["key"] for item in answer["data"]["applied"] if item["key"].split("/")[1] in ("download", "sync")]
     assert len(moved) == 90
-    assert time.monotonic() - begun < 60
     assert all(fault.left in (0, None) for fault in bare.hub.state.faults._faults)
-    assert any(kind in entry["faults"] for entry in bare.hub.log())
+    assert {kind for kind, _ in faults} <= {kind for entry in bare.hub.log() for kind in entry["faults"]}
 
 
-def test_a_hub_that_is_down_for_a_minute(bare: Pair) -> None:
+def test_a_hub_that_is_down_for_longer_than_it_says(bare: Pair) -> None:
+    """For 12 s; `tests/component/test_download.py` adds up how long a download waits for a hub in all."""
     bare.hub.fault("status", status=503, headers={"Retry-After": "1"})
-    repair = threading.Timer(60, bare.hub.control, kwargs={"clear_faults": True})
+    repair = threading.Timer(12, bare.hub.control, kwargs={"clear_faults": True})
     repair.start()
     begun = time.monotonic()
     try:
         assert_proved(bare)
     finally:
         repair.cancel()
-    assert time.monotonic() - begun > 60
+    assert time.monotonic() - begun > 12
 
 
 @pytest.mark.parametrize(
@@ -160,8 +175,8 @@ def test_a_disk_that_fills_up_on_the_way(bare: Pair, role: str) -> None:
         bare.write_settings(SPARKSERVE_RATE_LIMIT="8MB")
         argv = bare.command("download", "--json")
         process = bare.head.popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        node.run(["timeout", "30", "sh", "-c", FILL, "sh", MODELS], user="root")
-        answer = json.loads(process.communicate(timeout=60)[0])
+        node.run(["timeout", "60", "sh", "-c", FILL, "sh", MODELS], user="root", timeout=90)
+        answer = json.loads(process.communicate(timeout=120)[0])
         (error,) = answer["errors"]
         assert (answer["exit_code"], error["code"], error["node"]) == (1, "disk_full", role)
         assert "what has arrived is kept" in error["hint"]
@@ -174,31 +189,27 @@ def test_a_disk_that_fills_up_on_the_way(bare: Pair, role: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["head", "worker"])
-@pytest.mark.parametrize("harm", ["flip", "truncate", "link", "grow", "remove", "directory"])
-def test_a_file_that_is_not_what_it_was(prepared: Pair, role: str, harm: str) -> None:
+def test_files_that_are_not_what_they_were(prepared: Pair, role: str) -> None:
+    """Each file is harmed in another way: each is named, and each becomes right again."""
     node: LabNode = getattr(prepared, role)
-    path = f"{folder(prepared)}/{SHARD}"
-    argv = {
-        "flip": ["python3", "-c", FLIP, path],
-        "truncate": ["truncate", "--size=-1", path],
-        "link": ["sh", "-c", 'mv "$1" ~/aside && ln -s ~/aside "$1"', "sh", path],
-        "grow": ["sh", "-c", 'printf x >> "$1"', "sh", path],
-        "remove": ["rm", path],
-        "directory": ["sh", "-c", 'rm "$1" && mkdir "$1"', "sh", path],
-    }
-    node.run(argv[harm])
+    shards = {harm: f"model-{number:05}-of-00039.safetensors" for number, harm in enumerate(HARMS, 3)}
+    paths = {harm: f"{folder(prepared)}/{shard}" for harm, shard in shards.items()}
+    for harm, argv in HARMS.items():
+        node.run([*argv, paths[harm]])
     try:
         refused = prepared.ask("start")
         assert (refused["exit_code"], refused["errors"][0]["code"]) == (3, "not_prepared")
-        assert SHARD in refused["errors"][0]["details"]
+        assert [harm for harm, shard in shards.items() if shard not in refused["errors"][0]["details"]] == []
         answer = prepared.ask("download")
-        if harm == "directory":  # not ours to remove: told by name
-            assert answer["exit_code"] == 1
-            assert SHARD in answer["errors"][0]["message"]
-            node.run(["rmdir", path])
+        (error,) = answer["errors"]  # the directory is not ours to remove: told by name
+        assert (answer["exit_code"], shards["directory"] in error["message"]) == (1, True), error
+        node.run(["rmdir", paths["directory"]])
+        left = prepared.ask("download", "--check")["data"]["changes"]
+        assert [change["resource"] for change in left] == [f"model/{shards['directory']}"]
         assert_proved(prepared)
-        assert (node.root / path[1:]).is_file()
-        assert not (node.root / path[1:]).is_symlink()
+        for path in paths.values():
+            assert (node.root / path[1:]).is_file()
+            assert not (node.root / path[1:]).is_symlink()
     finally:
         node.run(["sh", "-c", "rm -f ~/aside"])
 
@@ -215,7 +226,9 @@ def test_twenty_kills_at_random_moments_and_then_a_run_that_ends_proved(bare: Pa
     for _ in range(20):
         argv = bare.command("download")
         process = bare.head.popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(moments.uniform(1.0, 3.5))
+        # After the first time something is there already: then it is killed at any moment from its beginning on.
+        wait_until(lambda: bool(leave_partials(bare)), "a partial file", 60)
+        time.sleep(moments.uniform(0.2, 2.5))
         process.kill()
         process.wait()
         unfinished += bool(leave_partials(bare))

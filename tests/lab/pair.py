@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,18 +115,26 @@ class Pair:
             if images:
                 node.docker("rmi", "-f", *images)
 
-    def reset(self) -> None:
-        """Bring the pair back to a healthy one with nothing running: settings, scripts, memory, containers."""
+    def tidy(self) -> None:
+        """Bring the pair's surroundings back to what they should be: hub, engine's script, settings, locks."""
         self.hub.reset()
         self.script_engine()
         self.write_settings()
         # Locks of other recipes keep their weights from being pruned.
         self.head.run(["sh", "-c", "rm -f ~/sparkserve.*.lock.json"])
-        for node in self.lab.nodes:
-            left = node.docker("ps", "-aq").split()
-            if left:
-                node.docker("rm", "-f", *left)
-            node.set_meminfo(MemAvailable=119_000_000, MemFree=118_000_000)
+
+    def reset(self) -> None:
+        """Bring the pair back to a healthy one with nothing running: surroundings, memory, containers."""
+        self.tidy()
+        with ThreadPoolExecutor() as side_by_side:
+            list(side_by_side.map(_clear, self.lab.nodes))
+
+
+def _clear(node: LabNode) -> None:
+    left = node.docker("ps", "-aq").split()
+    if left:
+        node.docker("rm", "-f", *left)
+    node.set_meminfo(MemAvailable=119_000_000, MemFree=118_000_000)
 
 
 def engine_files() -> dict[str, str]:
