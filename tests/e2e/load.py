@@ -50,7 +50,7 @@ def users(pair: Pair, count: int, body: str) -> Iterator[None]:
     """Let so many users wait for their answer while the block runs; then they give up."""
     asking = [pair.head.popen([*ASK, body], stdout=subprocess.DEVNULL) for _ in range(count)]
     try:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while sum(requests(pair)[kind] for kind in ("running", "waiting")) < count:
             assert time.monotonic() < deadline, requests(pair)
             time.sleep(0.2)

@@ -21,7 +21,7 @@ CODES = {KILL: -KILL, INT: 130, TERM: 143}
 def end(pair: Pair, process: subprocess.Popen[bytes], number: signal.Signals) -> str:
     """Send a signal; whatever was under way, the launcher ends by it."""
     process.send_signal(number)
-    output = process.communicate(timeout=40)[0].decode()
+    output = process.communicate(timeout=120)[0].decode()
     assert process.returncode == CODES[number], output
     assert "Traceback" not in output
     if not running(pair):  # a rank that was killed could not give back what it took of these figures
@@ -113,7 +113,7 @@ def test_two_commands_at_once(serving: Pair) -> None:
     answer = serving.ask("up")
     serving.script_engine()
     process.send_signal(INT)
-    process.communicate(timeout=25)
+    process.communicate(timeout=120)
     (error,) = answer["errors"]
     assert (answer["exit_code"], error["code"]) == (3, "locked")
     assert re.search(r"`sparkserve stop`, process \d+, since \d{4}-", error["message"])

@@ -19,6 +19,7 @@ OTHER = f"{HOME}/recipes/other"
 MODELS = f"{HOME}/sparkserve/models"
 READER = "sparkserve.reader"
 SHORT = 900_000  # KiB, below the guard's 1 GiB
+GUARD_SECONDS = 5.0  # it acts within one; a busy machine's docker takes the rest
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def loading(prepared: Pair) -> Iterator[subprocess.Popen[bytes]]:
     prepared.script_engine(load_seconds_later=60, meminfo_gib=1)
     command = prepared.command("start", "--json")
     with prepared.head.popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as start:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not all("layers" in said(node) for node in prepared.lab.nodes):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -43,7 +44,7 @@ def said(node: LabNode) -> str:
 def seconds_until_ended(node: LabNode) -> float:
     begun = time.monotonic()
     while node.docker("ps", "-q"):
-        assert time.monotonic() < begun + 10
+        assert time.monotonic() < begun + 60
         time.sleep(0.02)
     return time.monotonic() - begun
 
@@ -54,7 +55,7 @@ def test_memory_falls_below_the_floor_while_loading(
 ) -> None:
     node = prepared.lab.nodes[rank]
     node.set_meminfo(MemAvailable=SHORT)
-    assert seconds_until_ended(node) < 1.5
+    assert seconds_until_ended(node) < GUARD_SECONDS
     answer = json.loads(loading.communicate(timeout=30)[0])
     (error,) = answer["errors"]
     assert (answer["exit_code"], error["code"], error["node"]) == (1, "memory_floor", ("head", "worker")[rank])
@@ -68,7 +69,7 @@ def test_the_workers_guard_acts_while_the_connection_hangs(loading: subprocess.P
     prepared.worker.pause_sshd()
     try:
         prepared.worker.set_meminfo(MemAvailable=SHORT)
-        assert seconds_until_ended(prepared.worker) < 1.5
+        assert seconds_until_ended(prepared.worker) < GUARD_SECONDS
     finally:
         prepared.worker.resume_sshd()
     (error,) = json.loads(loading.communicate(timeout=60)[0])["errors"]

@@ -32,11 +32,11 @@ class Watching:
     def kinds(self) -> list[str]:
         return [event["kind"] for event in self.events()]
 
-    def wait_for(self, kind: str, seconds: float = 20.0) -> dict[str, Any]:
+    def wait_for(self, kind: str, seconds: float = 60.0) -> dict[str, Any]:
         found = self._wait(lambda: [event for event in self.events() if event["kind"] == kind], seconds, kind)
         return found[0]
 
-    def named(self, rank: int, moment: float, seconds: float = 20.0) -> dict[str, Any]:
+    def named(self, rank: int, moment: float, seconds: float = 60.0) -> dict[str, Any]:
         """Give the first event after a moment that says which rank broke."""
 
         def look() -> list[dict[str, Any]]:
@@ -63,5 +63,5 @@ def watching(pair: Pair) -> Iterator[Watching]:
             assert process.poll() is None, process.communicate()
         finally:
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=30)
+            _, errors = process.communicate(timeout=60)
             assert b"Traceback" not in errors, errors.decode()
