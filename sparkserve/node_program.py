@@ -32,7 +32,8 @@ from sparkserve.docker_program import docker_get, docker_logs, guard, serves
 from sparkserve.search_program import search
 
 Request = dict[str, Any]
-CHUNK = 1 << 20
+# Whole large pages: one of which a part was read is not dropped.
+CHUNK = 8 << 20
 _output = threading.Lock()
 # Beside a serving engine one file of all requests is read at a time.
 _gently = threading.Lock()
