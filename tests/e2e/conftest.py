@@ -55,11 +55,30 @@ def prepared(pair: Pair) -> Pair:
     return pair
 
 
+def begin(pair: Pair) -> Pair:
+    """Start the pair, or find that it runs as wanted; what a test before took away is made first."""
+    answer = pair.ask("start")
+    if [error["code"] for error in answer["errors"]] == ["not_prepared"]:
+        prepare(pair)
+        answer = pair.ask("start")
+    assert answer["exit_code"] == 0, answer["errors"]
+    return pair
+
+
 @pytest.fixture
-def serving(prepared: Pair) -> Pair:
-    """A pair that serves."""
-    assert prepared.ask("start")["exit_code"] == 0
-    return prepared
+def serving(pair: Pair) -> Pair:
+    """A pair that serves since just now."""
+    return begin(pair)
+
+
+@pytest.fixture
+def steady(shared_pair: Pair) -> Pair:
+    """A pair that serves, since just now or since an earlier test: for those to which that makes no difference."""
+    running = [node.docker("ps", "-a", "--format", "{{.Names}} {{.State}}") for node in shared_pair.lab.nodes]
+    if running != ["sparkserve-rank0 running", "sparkserve-rank1 running"]:
+        shared_pair.reset()
+    shared_pair.tidy()
+    return begin(shared_pair)
 
 
 @pytest.fixture

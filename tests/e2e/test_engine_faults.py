@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.lab.machine import wait_until
 from tests.lab.pair import Pair
 
 pytestmark = pytest.mark.faults
@@ -35,7 +36,7 @@ def text_of(answer: dict[str, Any]) -> str:
 
 
 def wait_for_ranks(pair: Pair) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while sorted(names(pair)) != sorted(RANKS):
         assert time.monotonic() < deadline, names(pair)
         time.sleep(0.1)
@@ -50,29 +51,29 @@ def test_a_rank_that_dies_before_it_serves_takes_the_start_with_it(prepared: Pai
     assert answer["exit_code"] == 1
     assert f"rank {rank} ended" in text_of(answer), answer["errors"]
     assert names(prepared) == []
-    assert seconds < 10
+    assert seconds < 50, "the recipe gives a start 60 s"
     logs = prepared.sparkserve("logs").stdout + prepared.sparkserve("status").stdout
     assert b"stopped" in logs
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("harm", ["kill", "rm", "process"])
-def test_half_a_pair_is_degraded_and_start_replaces_both(serving: Pair, rank: int, harm: str) -> None:
-    node, name = serving.lab.nodes[rank], RANKS[rank]
-    before = [one.docker("ps", "-q") for one in serving.lab.nodes]
+def test_half_a_pair_is_degraded_and_start_replaces_both(steady: Pair, rank: int, harm: str) -> None:
+    node, name = steady.lab.nodes[rank], RANKS[rank]
+    before = [one.docker("ps", "-q") for one in steady.lab.nodes]
     if harm == "process":
         pid = node.docker("top", name, "-eo", "pid,args").splitlines()[-1].split()[0]
         node.run(["kill", "-9", pid], user="root")
     else:
         node.docker(*{"kill": ["kill"], "rm": ["rm", "-f"]}[harm], name)
-    time.sleep(0.3)
-    found, code, why = state(serving)
+    wait_until(lambda: name not in node.docker("ps", "--format", "{{.Names}}").split(), f"the end of {name}", 60)
+    found, code, why = state(steady)
     # without rank 0 the engine's rank 1 ends too, sooner or later
     assert (found, code) in ([("degraded", 5)] if rank else [("degraded", 5), ("stopped", 5)]), why
     assert f"rank {rank}" in why or f"rank{rank}" in why or harm == "rm"
-    assert serving.ask("start")["exit_code"] == 0
-    assert state(serving)[0] == "running"
-    assert not {*before} & {one.docker("ps", "-q") for one in serving.lab.nodes}
+    assert steady.ask("start")["exit_code"] == 0
+    assert state(steady)[0] == "running"
+    assert not {*before} & {one.docker("ps", "-q") for one in steady.lab.nodes}
 
 
 @pytest.mark.parametrize(
@@ -85,9 +86,9 @@ def test_half_a_pair_is_degraded_and_start_replaces_both(serving: Pair, rank: in
         ({"wrong_model_name": "other"}, "degraded", "does not exist"),
     ],
 )
-def test_a_pair_that_does_not_answer(serving: Pair, script: dict[str, Any], expected: str, words: str) -> None:
-    serving.script_engine(**script)
-    found, code, why = state(serving)
+def test_a_pair_that_does_not_answer(steady: Pair, script: dict[str, Any], expected: str, words: str) -> None:
+    steady.script_engine(**script)
+    found, code, why = state(steady)
     assert (found, code) == (expected, 5), why
     assert words in why
 
@@ -100,15 +101,15 @@ def test_http_that_is_open_is_not_ready(prepared: Pair, script: dict[str, Any]) 
     assert names(prepared) == []
 
 
-def test_another_setting_replaces_the_pair_and_nothing_else_does(serving: Pair) -> None:
-    runs = [node.docker("ps", "-q") for node in serving.lab.nodes]
-    assert serving.sparkserve("start").stdout.strip() == b"No changes"
-    assert [node.docker("ps", "-q") for node in serving.lab.nodes] == runs
-    serving.write_settings(SPARKSERVE_CONTEXT="32768")
-    assert "another spec" in state(serving)[2]
-    assert serving.ask("start")["exit_code"] == 0
-    assert "32768" in serving.head.docker("inspect", "--format", "{{.Args}}", RANKS[0])
-    assert state(serving)[0] == "running"
+def test_another_setting_replaces_the_pair_and_nothing_else_does(steady: Pair) -> None:
+    runs = [node.docker("ps", "-q") for node in steady.lab.nodes]
+    assert steady.sparkserve("start").stdout.strip() == b"No changes"
+    assert [node.docker("ps", "-q") for node in steady.lab.nodes] == runs
+    steady.write_settings(SPARKSERVE_CONTEXT="32768")
+    assert "another spec" in state(steady)[2]
+    assert steady.ask("start")["exit_code"] == 0
+    assert "32768" in steady.head.docker("inspect", "--format", "{{.Args}}", RANKS[0])
+    assert state(steady)[0] == "running"
 
 
 def test_a_stranger_with_our_name_is_refused(prepared: Pair) -> None:
@@ -125,7 +126,7 @@ def test_a_worker_without_an_answering_sshd(serving: Pair) -> None:
         begun = time.monotonic()
         found, code, why = state(serving)
         assert (found, code) == ("unknown", 6), why
-        assert time.monotonic() - begun < 7
+        assert time.monotonic() - begun < 30
         answer = serving.ask("stop")
     finally:
         serving.worker.resume_sshd()
@@ -160,20 +161,21 @@ def test_an_interrupted_start_leaves_nothing(prepared: Pair, numbers: list[signa
     for number in numbers:
         time.sleep(0.5)
         run.send_signal(number)
-    run.communicate(timeout=25)
+    run.communicate(timeout=60)
     assert run.returncode == code
     assert names(prepared) == []
 
 
 def test_a_killed_start_is_understood_by_the_next(prepared: Pair) -> None:
-    prepared.script_engine(load_seconds_first=4, load_seconds_later=4)
+    prepared.script_engine(hang_at={"at": "loading"})
     run = prepared.head.popen(prepared.command("start"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_for_ranks(prepared)
     run.kill()
-    run.communicate(timeout=10)
+    run.communicate(timeout=60)
     before = [node.docker("ps", "-aq") for node in prepared.lab.nodes]
     found, code, why = state(prepared)
     assert (found, code) == ("starting", 5), why
+    prepared.script_engine()
     assert prepared.ask("start")["exit_code"] == 0
     assert [node.docker("ps", "-aq") for node in prepared.lab.nodes] == before
     assert state(prepared)[0] == "running"

@@ -28,7 +28,7 @@ def names(pair: Pair) -> list[str]:
 def images(pair: Pair) -> list[str]:
     """The engine images of both nodes, by tag."""
     form = ("--filter", "label=sparkserve.recipe", "--format", "{{.Tag}}")
-    return [tag for node in pair.lab.nodes for tag in node.docker("images", *form).split()]
+    return sorted(tag for node in pair.lab.nodes for tag in node.docker("images", *form).split())
 
 
 def launch(pair: Pair, *words: str) -> subprocess.Popen[bytes]:
@@ -108,7 +108,7 @@ def test_the_earliest_error_is_told_with_cause_and_advice_and_both_logs_are_kept
     prepared.script_engine(exit_at={"at": "loading", "rank": 1, "code": 1, "log": line})
     begun = time.monotonic()
     answer = prepared.ask("start")
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 50, "the recipe gives a start 60 s"
     (error,) = answer["errors"]
     # Whichever is seen first: the line, which the recipe knows to be fatal, or the end of the rank that wrote it.
     assert error["code"] in ("engine_failed", "rank_ended")
@@ -178,7 +178,7 @@ def test_the_engines_tables_are_missing(prepared: Pair) -> None:
 def test_a_worker_that_freezes_while_it_loads(prepared: Pair) -> None:
     prepared.script_engine(load_seconds_first=60, load_seconds_later=60)
     process = launch(prepared, "start", "--json")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while names(prepared) != RANKS:
         assert time.monotonic() < deadline
         time.sleep(0.2)
@@ -201,7 +201,7 @@ def test_a_docker_engine_that_ends_while_the_ranks_load(prepared: Pair) -> None:
     wait_for_line(process, "head: start .*loading layers")
     prepared.worker.stop_docker()
     try:
-        output = process.communicate(timeout=60)[0].decode()
+        output = process.communicate(timeout=120)[0].decode()
     finally:
         prepared.worker.start_docker()
     # Rank 1 ends with its engine, and rank 0 after it: whichever is seen first, the first to end is named.
@@ -223,7 +223,7 @@ def test_a_worker_that_freezes_in_the_middle_of_a_stop(serving: Pair) -> None:
     try:
         serving.script_engine()
         serving.head.docker("kill", "--signal", "TERM", RANKS[0])
-        output = process.communicate(timeout=60)[0].decode()
+        output = process.communicate(timeout=120)[0].decode()
     finally:
         serving.worker.resume_sshd()
     assert process.returncode == 6, output
@@ -247,18 +247,18 @@ def test_both_nodes_reboot(serving: Pair) -> None:
 # -- busy engines -----------------------------------------------------------------------------------------------------
 
 
-def test_long_prefills_in_every_slot_are_busy_and_nothing_queues_behind_them(serving: Pair) -> None:
-    serving.script_engine(prefill_tokens_per_second=400)
-    with users(serving, 6, request("word " * 20_000, max_tokens=4)):
-        before = requests(serving)
-        found: list[dict[str, Any]] = [serving.ask("status") for _ in range(2)]
-        assert serving.ask("start")["data"]["changes"] == []
-        checks = serving.ask("doctor")["data"]["checks"]
-        assert requests(serving) == before
-        serving.script_engine(prefill_tokens_per_second=400, stalled=True)
-        serving.ask("status")
-        time.sleep(5)
-        stalled = serving.ask("status")
+def test_long_prefills_in_every_slot_are_busy_and_nothing_queues_behind_them(steady: Pair) -> None:
+    # A chunk of 2048 tokens takes two seconds, and a prompt longer than all that is done meanwhile.
+    steady.script_engine(prefill_tokens_per_second=1000)
+    with users(steady, 6, request("w " * 50_000, max_tokens=4)):
+        before = requests(steady)
+        found: list[dict[str, Any]] = [steady.ask("status") for _ in range(2)]
+        assert steady.ask("start")["data"]["changes"] == []
+        checks = steady.ask("doctor")["data"]["checks"]
+        assert requests(steady) == before
+        steady.script_engine(prefill_tokens_per_second=1000, stalled=True)
+        steady.ask("status")  # which may still see the chunk that was under way
+        stalled = steady.ask("status")
     assert {(answer["data"]["state"], answer["exit_code"]) for answer in found} == {("running", 0)}
     assert "busy" in found[0]["data"]["reasons"][0]
     assert [check for check in checks if check["verdict"] in ("fail", "unseen")] == []

@@ -25,11 +25,11 @@ pytestmark = pytest.mark.lab
 ROLES = ("head", "worker")
 
 
-def test_one_screen_of_a_pair_at_work(serving: Pair) -> None:
-    serving.script_engine(decode_tokens_per_second=100)
-    with users(serving, 1, request("go on", max_tokens=4000, ignore_eos=True)):
-        data = serving.ask("status")["data"]
-        shown = serving.sparkserve("status").stdout.decode().splitlines()
+def test_one_screen_of_a_pair_at_work(steady: Pair) -> None:
+    steady.script_engine(decode_tokens_per_second=100)
+    with users(steady, 1, request("go on", max_tokens=4000, ignore_eos=True)):
+        data = steady.ask("status")["data"]
+        shown = steady.sparkserve("status").stdout.decode().splitlines()
     assert (data["state"], data["context"]) == ("running", 65_536)
     assert (data["requests_running"], data["requests_waiting"]) == (1, 0)
     assert 20 < data["tokens_per_second"] < 200
@@ -39,7 +39,7 @@ def test_one_screen_of_a_pair_at_work(serving: Pair) -> None:
     assert re.split(r"\s{2,}", shown[2].strip()) == [
         *("node", "container", "memory available", "trend", "swap used", "GPU", "link"),
     ]
-    for role, node, row in zip(ROLES, serving.lab.nodes, shown[3:], strict=True):
+    for role, node, row in zip(ROLES, steady.lab.nodes, shown[3:], strict=True):
         seen = data["nodes"][role]
         assert (seen["container"], seen["swap_used_bytes"]) == ("running", 0)
         assert 0 < seen["memory_available_bytes"] < seen["memory_total_bytes"]
@@ -59,7 +59,7 @@ class Terminal:
     process: subprocess.Popen[bytes]
     screen: int
 
-    def read_until(self, pattern: str, seconds: float = 20) -> str:
+    def read_until(self, pattern: str, seconds: float = 60) -> str:
         """Give what was written to the screen up to a text that matches, without its colours."""
         written, text, deadline = b"", "", time.monotonic() + seconds
         while not re.search(pattern, text, re.DOTALL):
@@ -95,16 +95,16 @@ def test_status_again_and_again_in_place_on_a_terminal(serving: Pair) -> None:
         shown.read_until("degraded: rank 1")
         shown.process.send_signal(signal.SIGINT)
         shown.read_until("interrupted")
-        assert shown.process.wait(20) == 130
+        assert shown.process.wait(60) == 130
 
 
-def test_following_both_logs_and_ctrl_c_that_only_detaches(serving: Pair) -> None:
-    before = [node.docker("ps", "-q") for node in serving.lab.nodes]
-    process = launch(serving, "logs", "--follow", "--grep", "layers 0|hello")
+def test_following_both_logs_and_ctrl_c_that_only_detaches(steady: Pair) -> None:
+    before = [node.docker("ps", "-q") for node in steady.lab.nodes]
+    process = launch(steady, "logs", "--follow", "--grep", "layers 0|hello")
     assert process.stdout is not None
     kept = [process.stdout.readline().decode() for _ in range(2)]
     assert all("layers 0.." in line for line in kept), kept
-    serving.script_engine(log_lines=[{"line": "hello from the lab", "at": "after_ready"}])
+    steady.script_engine(log_lines=[{"line": "hello from the lab", "at": "after_ready"}])
     lines: set[str] = set()
     while len(lines) < 2:
         line = process.stdout.readline().decode().strip()
@@ -112,8 +112,8 @@ def test_following_both_logs_and_ctrl_c_that_only_detaches(serving: Pair) -> Non
         lines |= {line} if "hello" in line else set()
     assert lines == {"rank 0  hello from the lab", "rank 1  hello from the lab"}
     process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=20)[0].decode()
+    output = process.communicate(timeout=60)[0].decode()
     assert process.returncode == 130
     assert "Traceback" not in output
-    assert [node.docker("ps", "-q") for node in serving.lab.nodes] == before
-    assert state(serving)[0] == "running"
+    assert [node.docker("ps", "-q") for node in steady.lab.nodes] == before
+    assert state(steady)[0] == "running"
