@@ -120,16 +120,16 @@ def test_a_hub_that_fails_for_a_while(bare: Pair, faults: list[tuple[str, dict[s
 
 
 def test_a_hub_that_is_down_for_longer_than_it_says(bare: Pair) -> None:
-    """For 12 s; `tests/component/test_download.py` adds up how long a download waits for a hub in all."""
+    """For a minute; `tests/component/test_download.py` adds up how long a download waits for a hub in all."""
     bare.hub.fault("status", status=503, headers={"Retry-After": "1"})
-    repair = threading.Timer(12, bare.hub.control, kwargs={"clear_faults": True})
+    repair = threading.Timer(60, bare.hub.control, kwargs={"clear_faults": True})
     repair.start()
     begun = time.monotonic()
     try:
         assert_proved(bare)
     finally:
         repair.cancel()
-    assert time.monotonic() - begun > 12
+    assert time.monotonic() - begun > 60
 
 
 @pytest.mark.parametrize(
