@@ -63,6 +63,10 @@ class SshTarget:
             "ServerAliveCountMax": "3",
             "ControlPath": login or "none",
             "ClearAllForwardings": "yes",
+            # What a person may want of every login, and data does not survive.
+            "RemoteCommand": "none",
+            "RequestTTY": "no",
+            "PermitLocalCommand": "no",
         }
         if login:
             options |= {"ControlMaster": "auto", "ControlPersist": "5"}

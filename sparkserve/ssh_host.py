@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 # An sshd takes ten sessions on one connection by default; four stay for the Docker client and the node program.
 _SESSIONS = 6
+# One that does not come back has failed: where so many have, as on a file system without sockets, no more are made.
+_MOST_LOGINS = 12
 _CLOSED = io.BytesIO()
 _CLOSED.close()
 # A socket's path has at most 107 bytes, of which ssh takes 17 for itself while it makes one; it expands the others.
@@ -111,7 +114,7 @@ class SshHost(Host):
         self._slots = threading.Semaphore(_SESSIONS)
         self._lock = threading.Lock()
         self._logins: list[str] = []
-        self._free_logins: list[str] = []
+        self._free_logins: defaultdict[int, list[str]] = defaultdict(list)
 
     def open(self, argv: Sequence[str]) -> Process:
         """See `Host`."""
@@ -144,14 +147,15 @@ class SshHost(Host):
     def take_login(self) -> str:
         """See `Host`: a login takes as long as 60 MiB, and a process of its own encrypts what goes through it."""
         with self._lock:
-            if self._free_logins:
-                return self._free_logins.pop()
+            if free := self._free_logins[_niceness()]:
+                return free.pop()
             path = str(self._sockets / f"{os.getpid()}-{len(self._logins)}")
             try:
-                self._sockets.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self._sockets.mkdir(parents=True, exist_ok=True)
+                self._sockets.chmod(0o700)  # fails also where it is another's or cannot be written to
             except OSError:
                 return ""
-            if not _SOCKET_PATH.fullmatch(path):
+            if len(self._logins) == _MOST_LOGINS or not _SOCKET_PATH.fullmatch(path):
                 return ""
             self._logins.append(path)
             return path
@@ -159,7 +163,8 @@ class SshHost(Host):
     def give_login_back(self, login: str) -> None:
         """See `Host`."""
         if login:
-            self._free_logins.append(login)
+            with self._lock:
+                self._free_logins[_niceness()].append(login)
 
     def close(self) -> None:
         """See `Host`; logins also end by themselves a few seconds after their last use."""
@@ -168,3 +173,8 @@ class SshHost(Host):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 subprocess.run(argv, stderr=subprocess.DEVNULL, timeout=5, check=False)
         self.client.close()
+
+
+def _niceness() -> int:
+    """Tell how gentle this thread is: so is the process that encrypts for it, whatever begins to serve later."""
+    return os.getpriority(os.PRIO_PROCESS, 0)

@@ -37,6 +37,17 @@ def user_host(client: Client) -> Iterator[SshHost]:
     found.close()
 
 
+@pytest.fixture
+def short_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give a directory for sockets, with a path that is short enough and a mode that is too wide."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as state:
+        monkeypatch.setenv("XDG_STATE_HOME", state)
+        sockets = Path(state) / "sparkserve" / "ssh"
+        sockets.mkdir(parents=True)
+        sockets.chmod(0o777)
+        yield sockets
+
+
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 
@@ -248,9 +259,7 @@ def test_bulk_data_takes_the_same_key_and_no_proxy(client: Client, server: Sshd)
     assert answer.stdout == MEGABYTES
 
 
-def test_streams_share_a_login(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = tempfile.TemporaryDirectory(dir="/tmp")
-    monkeypatch.setenv("XDG_STATE_HOME", short.name)
+def test_streams_share_a_login(short_state: Path, client: Client) -> None:
     host = client.connect()
 
     def connection(login: str) -> str:
@@ -266,8 +275,44 @@ def test_streams_share_a_login(client: Client, monkeypatch: pytest.MonkeyPatch) 
     assert host.take_login() == other
     assert Path(one).is_socket()
     host.close()
-    wait_for(lambda: not list(Path(one).parent.iterdir()), "the logins have ended")
-    short.cleanup()
+    wait_for(lambda: not list(short_state.iterdir()), "the logins have ended")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"RemoteCommand": "true"}, {"RequestTTY": "force"}, {"PermitLocalCommand": "yes", "LocalCommand": "echo hello"}],
+)
+def test_bulk_data_is_not_touched_by_what_a_person_wants_of_a_login(client: Client, options: dict[str, str]) -> None:
+    client.set(**options)
+    argv, data = ssh.resolve_target(Settings(worker="spark")).bulk_command(), b"a\nb\x04\x03c"
+    answer = subprocess.run([*argv, "cat"], input=data, capture_output=True, timeout=30, check=False)
+    assert (answer.stdout, answer.stderr) == (data, b"")
+
+
+def test_a_login_is_as_gentle_as_the_thread_that_made_it(short_state: Path, client: Client) -> None:
+    host = client.connect()
+    login = host.take_login()
+    host.give_login_back(login)
+    with concurrent.futures.ThreadPoolExecutor(1, initializer=os.nice, initargs=(1,)) as gentle:
+        assert gentle.submit(host.take_login).result() != login
+    assert host.take_login() == login
+    assert short_state.stat().st_mode & 0o777 == 0o700
+    host.close()
+
+
+def test_logins_that_do_not_come_back_are_made_no_more(short_state: Path, client: Client) -> None:
+    host = client.connect()
+    logins = [host.take_login() for _ in range(50)]
+    assert 6 <= len({*logins} - {""}) <= 20
+    assert not list(short_state.iterdir())
+    host.close()
+
+
+def test_no_login_is_shared_in_a_directory_that_is_not_ours(client: Client) -> None:
+    host = client.connect()
+    other = SshHost("worker", host.target, host.client, Path("/proc/self/task"))
+    assert other.take_login() == ""
+    host.close()
 
 
 def test_no_login_is_shared_by_too_long_a_name(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
