@@ -37,7 +37,8 @@ def loading(prepared: Pair) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def said(node: LabNode) -> str:
-    containers = node.docker("ps", "-q").split()
+    # Readers come and go before the ranks.
+    containers = node.docker("ps", "-q", "--filter", "label=sparkserve.rank").split()
     return node.docker("logs", *containers) if containers else ""
 
 

@@ -82,7 +82,7 @@ def test_a_stop_ends_the_restart_that_a_watch_is_at(serving: Pair) -> None:
         serving.script_engine(load_seconds_later=60)
         serving.worker.docker("kill", RANKS[1])
         watch.wait_for("restarting")
-        wait_for(lambda: bool(serving.worker.docker("ps", "-q").strip()), "rank 1 is made anew")
+        wait_for(lambda: bool(serving.worker.docker("ps", "-q", "--filter", f"name={RANKS[1]}")), "rank 1 is made anew")
         assert serving.ask("stop")["exit_code"] == 0
         assert names(serving) == []
         assert "stopped while it was restarted" in watch.wait_for("waiting")["text"]
