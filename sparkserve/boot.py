@@ -118,7 +118,7 @@ def remove(session: Session, *, dry_run: bool = False) -> str:
 
 def _rooted(session: Session) -> Node:
     head = _head(session)
-    give_sudo_password(session, head)
+    give_sudo_password(session, head, ["systemctl", "daemon-reload"])
     return head
 
 

@@ -192,7 +192,7 @@ CATALOG: dict[str, Entry] = {
     "sudo": Entry(
         "The tuning step changes kernel settings; a start needs root for nothing else.",
         "run it on a terminal, set SPARKSERVE_SUDO_PASSWORD_FILE, or leave it out with --skip tune; `sparkserve doctor"
-        " --fix` writes a rule that allows just these commands, for you to read",
+        " --fix` writes a rule that allows just these commands, for you to read; it takes the place of an earlier one",
         safe=True,
     ),
 }

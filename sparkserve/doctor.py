@@ -12,7 +12,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from sparkserve import blueprint, image_facts, link, lock, planning, preflight, system, takeover_facts, weights
+from sparkserve import (
+    blueprint,
+    engine,
+    image_facts,
+    link,
+    lock,
+    planning,
+    preflight,
+    system,
+    takeover_facts,
+    tuning,
+    weights,
+)
 from sparkserve.checks import Check, DiskNeed, Subject
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role, connect
 from sparkserve.doctor_record import Recorder, write_record
@@ -23,6 +35,7 @@ from sparkserve.operations import prove_cable
 from sparkserve.pair_checks import Difference, compare
 from sparkserve.parameters import decide_ports, read_api_key, read_sudo_password
 from sparkserve.plan import Change, Plan
+from sparkserve.recipe import Recipe
 from sparkserve.settings import Settings
 
 Found = TypeVar("Found")
@@ -99,7 +112,7 @@ def _look(node: Node, deployment: Deployment, recorders: dict[Role, Recorder] | 
     if recorders is not None:
         recorders[node.role] = Recorder(node)
     ports = decide_ports(deployment.settings, deployment.recipe)
-    facts = system.gather(node, tuple(ports.named.values()))
+    facts = system.gather(node, tuple(ports.named.values()), root_commands(deployment.recipe))
     unread: dict[str, SparkserveError] = {}
 
     def attempt(check: str, look: Callable[[], Found], otherwise: Found) -> Found:
@@ -107,7 +120,7 @@ def _look(node: Node, deployment: Deployment, recorders: dict[Role, Recorder] | 
         try:
             return look()
         except SparkserveError as error:
-            if error.code not in ("link_unseen", "docker_unreachable", "node_silent"):
+            if error.code not in ("link_unseen", "docker_unreachable", "node_silent", "sudo_password"):
                 raise
             unread[check] = error
             return otherwise
@@ -118,7 +131,20 @@ def _look(node: Node, deployment: Deployment, recorders: dict[Role, Recorder] | 
     if not facts.docker.error:  # a silent engine would be waited for again
         running = attempt("containers", lambda: takeover_facts.gather(node), None)
         layers = attempt("image", lambda: _name_image(node, deployment), layers)
+    if facts.sudo.startswith("password"):
+        attempt("sudo", lambda: _try_password(node, deployment.settings), None)
     return _Look(facts, end, running, layers, unread)
+
+
+def root_commands(recipe: Recipe) -> list[list[str]]:
+    """List what `tune` and a start run as root."""
+    return [["true"], *tuning.root_commands(recipe.tuning.sysctl), ["tee", engine.DROP_CACHES]]
+
+
+def _try_password(node: Node, settings: Settings) -> None:
+    with contextlib.suppress(SparkserveError):  # of a file that cannot be read is told apart
+        node.host.sudo_password = read_sudo_password(settings)
+    node.host.check_sudo_password()
 
 
 def _name_image(node: Node, deployment: Deployment) -> str:
@@ -179,7 +205,7 @@ def _try_secrets(settings: Settings) -> dict[tuple[str, str], SparkserveError]:
         try:
             read(settings)
         except SparkserveError as error:
-            found[name, "head"] = error
+            found |= {(name, role): error for role in ROLES}
     return found
 
 

@@ -8,15 +8,17 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
-from sparkserve import engine, lifecycle, ssh_trust, tuning
+from sparkserve import lifecycle, ssh_trust
 from sparkserve.checks import Check
 from sparkserve.cluster import Cluster, Role, connect
-from sparkserve.doctor import Report
+from sparkserve.doctor import Report, root_commands
 from sparkserve.lifecycle import Session
+from sparkserve.recipe import Recipe
 from sparkserve.settings import Settings
 
 _MAKES_DIRECTORY = "sudo install -d "
-_TOOLS = ("true", "mkdir", "tee", "mv", "rm", "sysctl")
+# Where sudo looks for a command, whatever the PATH of who calls it: as Debian and Ubuntu set `secure_path`.
+_SECURE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def repair(
@@ -48,7 +50,7 @@ def _deed(check: Check) -> str:
     if check.verdict in ("warn", "fail"):
         if check.id == "writable" and check.hint.startswith(_MAKES_DIRECTORY):
             return check.hint
-        if check.id == "sudo" and check.observed == "sudo: password":
+        if check.id == "sudo" and check.observed.startswith("sudo: password"):
             return "write a rule for /etc/sudoers.d to a file on the head, for you to read"
     return ""
 
@@ -56,11 +58,13 @@ def _deed(check: Check) -> str:
 def _do(session: Session, cluster: Cluster, check: Check) -> str:
     node = cluster.node(check.node)
     if check.id == "writable":
-        lifecycle.give_sudo_password(session, node)
-        node.host.sudo(shlex.split(check.hint)[1:])
+        argv = shlex.split(check.hint)[1:]
+        lifecycle.give_sudo_password(session, node, argv)
+        node.host.sudo(argv)
         return f"done: {check.hint}"
-    paths = node.session.ask("facts", tools=list(_TOOLS))["tools"]
-    text = sudo_rule(node.identity["user"], paths, session.recipe.tuning.sysctl)
+    tools = [words[0] for words in root_commands(session.recipe)]
+    paths = node.session.ask("facts", tools=tools, path=_SECURE_PATH)["tools"]
+    text = sudo_rule(node.identity["user"], paths, session.recipe)
     file = session.state / f"sudoers-{node.role}"
     session.state.mkdir(parents=True, exist_ok=True, mode=0o700)
     cluster.head.host.write(file, text.encode(), 0o600)
@@ -79,19 +83,13 @@ def _install_rule(settings: Settings, role: Role, file: Path) -> str:
     return f"{copy} && {shlex.join(['ssh', '-t', *words, settings.worker, install(file.name)])}"
 
 
-def sudo_rule(user: str, paths: Mapping[str, str | None], sysctls: Mapping[str, str]) -> str:
+def sudo_rule(user: str, paths: Mapping[str, str | None], recipe: Recipe) -> str:
     """Give a sudoers file that allows what tuning and a start run as root, and nothing else."""
-    names = "|".join(re.escape(name) for name in sorted(sysctls)) or "none"
-    commands = [
-        ("true", ""),
-        ("mkdir", f"-p {tuning.JOURNAL_DIR}"),
-        ("tee", f"{tuning.JOURNAL}.new"),
-        ("tee", tuning.SYSCTL_FILE),
-        ("tee", engine.DROP_CACHES),
-        ("mv", f"-f {tuning.JOURNAL}.new {tuning.JOURNAL}"),
-        ("rm", f"-f {tuning.SYSCTL_FILE} {tuning.JOURNAL}"),
-        ("sysctl", f"^-q -w( ({names})=[-0-9]+)+$"),
-    ]
-    allowed = [f"{paths.get(tool) or '/usr/bin/' + tool} {words}".strip() for tool, words in commands]
+    names = "|".join(re.escape(name) for name in sorted(recipe.tuning.sysctl))
+    allowed = []
+    for tool, *words in root_commands(recipe):
+        # Undoing it writes other values under the same names.
+        given = f"^-q -w( ({names})=[-0-9]+)+$" if tool == "sysctl" else " ".join(words)
+        allowed.append(f"{paths.get(tool) or '/usr/bin/' + tool} {given}".strip())
     lines = ["# What `sparkserve tune` and `start` run as root; `visudo -cf FILE` checks it (^…$ needs sudo 1.9.10)."]
     return "\n".join([*lines, *(f"{user} ALL=(root) NOPASSWD: {command}" for command in allowed), ""])

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import IO, Protocol
 from pydantic import SecretStr
 
 from sparkserve.errors import SparkserveError
+from sparkserve.sudo_rules import frees
 
 log = logging.getLogger("sparkserve.hosts")
 _BY_HAND = "type it on that node to see it fail; `sparkserve doctor` looks at both nodes"
@@ -75,7 +76,6 @@ class Host(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self.sudo_password: SecretStr | None = None
-        self._asks_password = False
 
     @abstractmethod
     def open(self, argv: Sequence[str]) -> Process:
@@ -130,11 +130,21 @@ class Host(ABC):
             hint = f"look whether its directory is there, who may write to it, and `df {Path(path).parent}`"
             raise SparkserveError("file_unwritable", f"cannot write {path}: {reason}", hint, self.name)
 
-    def asks_sudo_password(self) -> bool:
-        """Whether sudo wants a password here, which is tried until it does; root is not asked."""
-        if not self._asks_password and not self.is_root:
-            self._asks_password = self.run(["sudo", "-n", "--", "true"], check=False).exit_code != 0
-        return self._asks_password
+    def asks_sudo_password(self, commands: Iterable[Sequence[str]]) -> bool:
+        """Whether sudo wants a password here for one of these commands; root is not asked."""
+        if self.is_root:
+            return False
+        asks = self.run(["sudo", "-n", "--", "true"], check=False).exit_code != 0
+        return asks or bool(self.find_locked(commands))
+
+    def find_locked(self, commands: Iterable[Sequence[str]]) -> str:
+        """Find the first command for which no rule of sudo's lets us go without a password; nothing is run."""
+        rules = self.run(["sudo", "-n", "-l"], check=False)
+        for words in commands if rules.exit_code == 0 else ():
+            allowed = self.run(["sudo", "-n", "-l", "--", *words], check=False)
+            if allowed.exit_code != 0 or not frees(rules.text, allowed.text):
+                return shlex.join(words)
+        return ""
 
     @cached_property
     def is_root(self) -> bool:
@@ -143,27 +153,32 @@ class Host(ABC):
 
     def check_sudo_password(self) -> None:
         """Try the password that we were given, if any, so that a wrong one shows before anything was changed."""
-        if self.sudo_password is None:
+        if self.sudo_password is None or self.is_root:
             return
-        try:
-            self.sudo(["true"])
-        except SparkserveError as error:
-            if error.code != "command_failed":
-                raise
-            message = "sudo refuses the password that it was given"
-            raise sudo_needs_password(self.name, message, error.details) from error
+        # `-v` asks for it also where a rule lets single commands, such as `true`, go without.
+        done = self.run(["sudo", "-k", "-S", "-p", "", "-v"], stdin=self._password_line, check=False)
+        if done.exit_code != 0:
+            raise sudo_needs_password(self.name, "sudo refuses the password that it was given", done.error_text)
+
+    @property
+    def _password_line(self) -> bytes:
+        return self.sudo_password.get_secret_value().encode() + b"\n" if self.sudo_password else b""
 
     def sudo(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 60.0) -> CommandResult:
         """Run `argv` as root: directly, or by sudo without a password, or with the password we were given."""
         if self.is_root:
             return self.run(argv, stdin=stdin, timeout=timeout)
-        if not self.asks_sudo_password():
+        # This comes first: a command that goes without a password would take the password for its own input.
+        try:
             return self.run(["sudo", "-n", "--", *argv], stdin=stdin, timeout=timeout)
-        if self.sudo_password is None:
-            raise sudo_needs_password(self.name)
-        line = self.sudo_password.get_secret_value().encode() + b"\n"
+        except SparkserveError as error:
+            if error.code != "command_failed" or not error.details.rpartition("\n")[2].startswith("sudo: "):
+                raise
+            if self.sudo_password is None:
+                raise sudo_needs_password(self.name, details=error.details) from error
         # `-k` makes sudo read the password also when it remembers an earlier one, so that stdin is always as expected.
-        return self.run(["sudo", "-k", "-S", "-p", "", "--", *argv], stdin=line + stdin, timeout=timeout)
+        argv = ["sudo", "-k", "-S", "-p", "", "--", *argv]
+        return self.run(argv, stdin=self._password_line + stdin, timeout=timeout)
 
 
 def write_argv(path: str | Path, mode: int, size: int) -> list[str]:

@@ -286,7 +286,8 @@ def plan_steps(
 
 def prepare(session: Session, deployment: Deployment, wanted: Plan, start: planning.Starting | None) -> None:
     """Hold the preflight: everything that would stop the plan half-way is told before its first change."""
-    unlock_sudo(session, deployment.cluster, {change.node for change in wanted.changes if change.lane == "sudo"})
+    roles = {change.node for change in wanted.changes if change.lane == "sudo"}
+    unlock_sudo(session, deployment.cluster, roles, tuning.root_commands(deployment.recipe.tuning.sysctl))
     found = preflight.preflight(deployment, wanted, start)
     for check in found:
         is_skipped = check.id in session.skip_checks
@@ -297,22 +298,22 @@ def prepare(session: Session, deployment: Deployment, wanted: Plan, start: plann
     checks.raise_failures(check for check in found if check.id not in session.skip_checks)
 
 
-def unlock_sudo(session: Session, cluster: Cluster, roles: Collection[str]) -> None:
-    """Give the nodes that will need root their sudo password, and try it before anything is changed."""
+def unlock_sudo(session: Session, cluster: Cluster, roles: Collection[str], commands: list[list[str]]) -> None:
+    """Give the nodes that will need root for `commands` their sudo password, and try it before anything is changed."""
     for node in cluster.nodes:
-        node.host.sudo_password = _password_of(session, node) if node.role in roles else None
+        node.host.sudo_password = _password_of(session, node, commands) if node.role in roles else None
     cluster.on_both(lambda node: node.host.check_sudo_password())
 
 
-def give_sudo_password(session: Session, node: Node) -> None:
-    """Give one node its sudo password, and try it."""
-    node.host.sudo_password = _password_of(session, node)
+def give_sudo_password(session: Session, node: Node, command: list[str]) -> None:
+    """Give one node its sudo password where such a command needs it, and try it."""
+    node.host.sudo_password = _password_of(session, node, [command])
     node.host.check_sudo_password()
 
 
-def _password_of(session: Session, node: Node) -> SecretStr | None:
+def _password_of(session: Session, node: Node, commands: list[list[str]]) -> SecretStr | None:
     """Find the sudo password of a node: none where sudo asks for none, else from the settings or from a person."""
-    if not node.host.asks_sudo_password():
+    if not node.host.asks_sudo_password(commands):
         return None
     if (known := read_sudo_password(session.settings)) is not None:
         return known
@@ -351,7 +352,7 @@ def undo_tuning(session: Session, *, dry_run: bool) -> dict[str, str]:
         if dry_run:
             return {str(role): text for role, text in cluster.on_both(tuning.kept_values).items()}
         with pair_lock(session.state, session.command):
-            unlock_sudo(session, cluster, ROLES)
+            unlock_sudo(session, cluster, ROLES, tuning.root_commands(session.recipe.tuning.sysctl))
             return tuning.undo(cluster)
 
 

@@ -86,15 +86,15 @@ def _check_port(subject: Subject, role: Role, named: tuple[str, int], found: Por
 
 def check_sudo(subject: Subject) -> list[Check]:
     """Check that what needs root will not stop half-way for a password; without a plan, whether it could."""
-    unread, rooted, checks = subject.unread.get(("sudo", "head")), subject.rooted, []
+    rooted, checks = subject.rooted, []
     for role, facts in subject.system.items():
-        needed, mode = "root for the tuning step", facts.sudo
-        if mode == "password" and unread:
+        needed, mode, unread = "root for the tuning step", facts.sudo, subject.unread.get(("sudo", role))
+        if mode.startswith("password") and unread:
             checks.append(Check("sudo", role, "fail", unread.message, needed, unread.hint))
         elif rooted is None or role in rooted:
             is_known = subject.settings.sudo_password_file is not None if rooted is None else rooted[role]
-            good = None if mode == "no answer" else mode in ("root", "free") or (mode == "password" and is_known)
-            judged = verdict(good=good, bad="warn" if rooted is None else "fail")
+            good = mode in ("root", "free") or (mode.startswith("password") and is_known)
+            judged = verdict(good=None if mode == "no answer" else good, bad="warn" if rooted is None else "fail")
             checks.append(Check("sudo", role, judged, f"sudo: {mode}", needed))
     return checks
 

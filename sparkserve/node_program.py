@@ -101,7 +101,7 @@ def facts(request: Request) -> dict[str, Any]:
         "files": {path: read_text(path) for path in request.get("files", ())},
         "disks": {path: disk(path) for path in request.get("disks", ())},
         "commands": {name: run(argv) for name, argv in request.get("commands", {}).items()},
-        "tools": {name: shutil.which(name) for name in request.get("tools", ())},
+        "tools": {name: shutil.which(name, path=request.get("path")) for name in request.get("tools", ())},
         "globs": {pattern: read_glob(pattern) for pattern in request.get("globs", ())},
         "exist": {pattern: any(glob.iglob(pattern)) for pattern in request.get("exist", ())},
         "docker": {path: docker_get(path) for path in request.get("docker", ())},

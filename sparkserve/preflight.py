@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from sparkserve import host_checks, need_checks, pair_checks, system, takeover_facts, weights
+from sparkserve import host_checks, need_checks, pair_checks, system, takeover_facts, tuning, weights
 from sparkserve.checks import Check, DiskNeed, Subject
 from sparkserve.cluster import ROLES, Deployment, Node, Role
 from sparkserve.errors import SparkserveError
@@ -38,11 +38,12 @@ def preflight(deployment: Deployment, wanted: Plan, start: Starting | None) -> l
         specs = start.launch.specs if start is not None and created and not start.launch.needs else None
         sources = aside.submit(cluster.on_both, lambda node: check_sources(node, specs[node.role])) if specs else None
         ports = tuple(decide_ports(deployment.settings, deployment.recipe).named.values())
+        rooted = tuning.root_commands(deployment.recipe.tuning.sysctl)
         roles = {change.node for change in changes if change.lane == "sudo"}
         subject = Subject(
             deployment.settings,
             deployment.recipe,
-            cluster.on_both(lambda node: system.gather(node, ports)),
+            cluster.on_both(lambda node: system.gather(node, ports, rooted if node.role in roles else ())),
             start.links if start is not None else {},
             tuple(disk_needs(deployment, wanted)),
             {node.role: node.host.sudo_password is not None for node in cluster.nodes if node.role in roles},

@@ -141,9 +141,14 @@ def _plan_caches(node: Node, wanted: Wanted, used: _Used, paths: list[str]) -> I
         yield Change(node.role, STEP, path, what, "gone", action, lane=lane, size=int(size[0]) if size else 0)
 
 
+def removal(path: str) -> list[str]:
+    """Give the command that removes a folder."""
+    return ["rm", "-rf", "--one-file-system", "--", path]
+
+
 def _remove_folder(node: Node, path: str, run: Callable[..., object], work: Work) -> str:
     del work
-    run(["rm", "-rf", "--one-file-system", "--", path], timeout=_SECONDS)
+    run(removal(path), timeout=_SECONDS)
     left = node.session.ask("look", store=node.proofs_file, files=[{"path": path, "algorithm": ""}])[path]["kind"]
     if left != "missing":
         raise SparkserveError("prune_failed", f"{path} is still there", f"ls -la {path}", node.role)

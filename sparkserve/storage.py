@@ -133,7 +133,9 @@ def prune_storage(
         wanted = Plan(tuple(changes))
         if dry_run or wanted.is_empty or not confirm(Outcome((prune.STEP,), wanted)):
             return Outcome((prune.STEP,), wanted)
-        unlock_sudo(session, deployment.cluster, {change.node for change in changes if change.lane == "sudo"})
+        rooted = [change for change in changes if change.lane == "sudo"]
+        removals = [prune.removal(change.resource) for change in rooted]
+        unlock_sudo(session, deployment.cluster, {change.node for change in rooted}, removals)
         report = carry_out(session, deployment, wanted)
         report.raise_failures()
         return Outcome((prune.STEP,), wanted, report, time.monotonic() - begun)

@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkserve import system_text
@@ -78,8 +78,9 @@ class GpuProcess:
 class SystemFacts:
     """What a node is and has; memory in bytes. What could not be looked at is None.
 
-    `sudo` is root, free (no password asked), password, missing, or no answer. `clock` is how far the node's clock is
-    ahead of ours, in seconds, and by how much that may be wrong. `large_free` is free memory in large pieces.
+    `sudo` is root, free (no password asked), password, password for `COMMAND`, missing, or no answer. `clock` is how
+    far the node's clock is ahead of ours, in seconds, and by how much that may be wrong. `large_free` is free memory
+    in large pieces.
     `docker_member` says whether the group lists the account, `in_docker_group` whether this session counts as a member.
     `gpu_error` is missing, no answer, or nvidia-smi's own words. `own_addresses` are what the own hostname resolves to.
     """
@@ -121,8 +122,11 @@ class SystemFacts:
         return "nvidia" in self.docker.runtimes or bool(self.docker.cdi or self.tools.get(_HOOK))
 
 
-def gather(node: Node, ports: Sequence[int] = ()) -> SystemFacts:
-    """Read the facts of a node: all at once, what the answers lead to, and the clock by a request of its own."""
+def gather(node: Node, ports: Sequence[int] = (), rooted: Sequence[Sequence[str]] = ()) -> SystemFacts:
+    """Read the facts of a node: all at once, what the answers lead to, and the clock by a request of its own.
+
+    Where sudo asks no password, the commands `rooted` are looked for in its rules.
+    """
     places = {"models": node.models_dir, "cache": node.cache_dir}
     raw = node.session.ask(
         "facts",
@@ -140,7 +144,9 @@ def gather(node: Node, ports: Sequence[int] = ()) -> SystemFacts:
         raw = {**raw, "disks": {**raw["disks"], **more["disks"]}, "files": {**raw["files"], **more["files"]}}
     if root:
         places["docker"] = root
-    return parse({**raw, "clock": _compare_clocks(node)}, node.identity, places)
+    found = parse({**raw, "clock": _compare_clocks(node)}, node.identity, places)
+    locked = node.host.find_locked(rooted) if found.sudo == "free" and rooted else ""
+    return replace(found, sudo=f"password for `{locked}`") if locked else found
 
 
 def _compare_clocks(node: Node) -> tuple[float, float]:

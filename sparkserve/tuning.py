@@ -85,18 +85,33 @@ def _change(node: Node, found: Facts, wanted: Mapping[str, str]) -> Change:
     return Change(node.role, STEP, "sysctl", before + kept, after, action, lane="sudo")
 
 
+def root_commands(wanted: Mapping[str, str]) -> list[list[str]]:
+    """List what `set_values` and `undo` run as root."""
+    return [
+        ["mkdir", "-p", JOURNAL_DIR],
+        ["tee", f"{JOURNAL}.new"],
+        ["mv", "-f", f"{JOURNAL}.new", JOURNAL],
+        *([_write_argv(wanted)] if wanted else []),
+        ["tee", SYSCTL_FILE],
+        ["rm", "-f", SYSCTL_FILE, JOURNAL],
+    ]
+
+
+def _write_argv(values: Mapping[str, str]) -> list[str]:
+    return ["sysctl", "-q", "-w", *[f"{name}={value}" for name, value in sorted(values.items())]]
+
+
 def set_values(node: Node, found: Facts, wanted: Mapping[str, str]) -> str:
     """Write the old values to the journal, then set the new ones, then the file; the proof is what is read back."""
     old = {name: found.values[name] for name in wanted}
     # The first values are the owner's own; what a second run finds are ours.
     journal = {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **found.journal}
     journal["before"] = {**old, **found.journal.get("before", {})}
-    node.host.sudo(["mkdir", "-p", JOURNAL_DIR])
-    # Renamed when it is whole: half a journal would lose the owner's values.
-    node.host.sudo(["tee", f"{JOURNAL}.new"], stdin=json.dumps(journal).encode())
-    node.host.sudo(["mv", "-f", f"{JOURNAL}.new", JOURNAL])
-    node.host.sudo(["sysctl", "-q", "-w", *[f"{name}={value}" for name, value in sorted(wanted.items())]])
-    node.host.sudo(["tee", SYSCTL_FILE], stdin=file_text(wanted).encode())
+    # The journal is renamed when it is whole: half a one would lose the owner's values.
+    texts = {f"{JOURNAL}.new": json.dumps(journal), SYSCTL_FILE: file_text(wanted)}
+    *commands, _ = root_commands(wanted)
+    for argv in commands:
+        node.host.sudo(argv, stdin=texts.get(argv[-1], "").encode() if argv[0] == "tee" else b"")
     now = gather(node, wanted)
     wrong = [name for name, value in wanted.items() if now.values[name] != value]
     if wrong or now.file != file_text(wanted):
@@ -123,6 +138,6 @@ def _undo_one(node: Node) -> str:
     if not before and found.file is None:
         return "nothing to put back"
     if before:
-        node.host.sudo(["sysctl", "-q", "-w", *[f"{name}={value}" for name, value in sorted(before.items())]])
-    node.host.sudo(["rm", "-f", SYSCTL_FILE, JOURNAL])
+        node.host.sudo(_write_argv(before))
+    node.host.sudo(root_commands({})[-1])
     return ", ".join(f"{name}={value}" for name, value in sorted(before.items())) or f"{SYSCTL_FILE} removed"

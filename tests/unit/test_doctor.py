@@ -36,11 +36,12 @@ from sparkserve.doctor import Report, examine
 from sparkserve.doctor_record import anonymize
 from sparkserve.doctor_tables import report_data, report_view, summary
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
-from sparkserve.hosts import Host, UnreachableHost
+from sparkserve.hosts import Host, LocalHost, UnreachableHost
 from sparkserve.lifecycle import Session, open_session
 from sparkserve.output import Mode, Output
 from sparkserve.pair_checks import Difference
 from sparkserve.parameters import secrets_to_mask
+from sparkserve.recipe_source import load_recipe
 from sparkserve.settings import Settings
 from sparkserve.takeover_facts import Facts, Running
 from tests.fakes import FakeHost
@@ -109,13 +110,22 @@ def session(seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sess
     return run
 
 
-def replayed(monkeypatch: pytest.MonkeyPatch, run: Session, raw: dict[Role, dict[str, Any]]) -> None:
+def replayed(
+    monkeypatch: pytest.MonkeyPatch, run: Session, raw: dict[Role, dict[str, Any]], refuses: tuple[Role, ...] = ()
+) -> None:
+    """Let both nodes answer as recorded; those of `refuses` do not take the sudo password."""
+
     @contextlib.contextmanager
     def connected(*_given: object, **_options: object) -> Iterator[Cluster]:
         hosts: dict[Role, Host] = {
             role: FakeHost(role) if role in raw else UnreachableHost(role, REFUSED) for role in ROLES
         }
         nodes = [Node(role, hosts[role], run.settings) for role in ROLES]
+        for host in hosts.values():
+            if isinstance(host, FakeHost):
+                host.script(["id", "-u"], b"1000\n", always=True)
+                is_refused = host.name in refuses
+                host.script(["sudo", "-k", "-S", "-p", "", "-v"], exit_code=int(is_refused), always=True)
         for node in nodes:
             if node.role in raw:
                 node.__dict__["session"] = cast("NodeSession", Replay(raw[node.role]))
@@ -376,6 +386,15 @@ def test_a_sudo_password_file_that_is_not_there(session: Session, tmp_path: Path
     assert found
 
 
+def test_a_sudo_password_that_one_node_refuses(session: Session, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed(monkeypatch, session, {role: seen.raw[role] for role in ROLES}, refuses=("worker",))
+    report = examine(session)
+    wrong = [one for one in report.checks if one.verdict != "ok"]
+    assert [(one.id, one.node, one.verdict) for one in wrong] == [("sudo", "worker", "fail")]
+    assert "sudo refuses the password" in wrong[0].observed
+    assert report.exit_code == 1
+
+
 def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli._run(["doctor", "--explain", "kernel"]) == 0
     why, fix, whose = (line.strip() for line in capsys.readouterr().out.splitlines() if line.strip())
@@ -478,7 +497,9 @@ def test_a_record_of_ours_names_nobody(path: Path) -> None:
 
 def test_a_sudo_rule_allows_what_tuning_runs_and_nothing_else(tmp_path: Path) -> None:
     tools = {"tee": "/usr/bin/tee", "sysctl": "/usr/sbin/sysctl"}
-    text = doctor_repair.sudo_rule("anna", tools, {"vm.swappiness": "0", "vm.compaction_proactiveness": "0"})
+    recipe = load_recipe("tensorfold-1017")
+    assert {"vm.swappiness", "vm.compaction_proactiveness"} <= recipe.tuning.sysctl.keys()
+    text = doctor_repair.sudo_rule("anna", tools, recipe)
     (tmp_path / "rule").write_text(text)
     done = subprocess.run(["visudo", "-c", "-f", str(tmp_path / "rule")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -492,6 +513,23 @@ def test_a_sudo_rule_allows_what_tuning_runs_and_nothing_else(tmp_path: Path) ->
         "-q -w vmxswappiness=1",
     ):
         assert not pattern.match(words)
+
+
+def test_the_paths_of_a_sudo_rule_are_those_that_sudo_takes(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "true").write_text("#!/bin/sh\n")
+    (tmp_path / "true").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin")  # as Debian gives it to a plain user, with one of the own
+    head = Node("head", LocalHost("head"), session.settings)
+    try:
+        told = doctor_repair._do(session, Cluster(head, head), check("sudo", "warn", "head", "sudo: password"))
+        text = (session.state / "sudoers-head").read_text()
+    finally:
+        head.close()
+    assert "NOPASSWD: /usr/bin/true\n" in text
+    assert "NOPASSWD: /usr/sbin/sysctl ^-q -w" in text
+    assert "/etc/sudoers.d/sparkserve" in told
 
 
 def test_an_unknown_host_key_takes_a_person_whatever_was_agreed_to(
@@ -550,6 +588,7 @@ def test_nothing_is_done_that_nobody_agreed_to(session: Session) -> None:
             check("writable", "fail", "worker", hint="sudo chown anna /data"),
             check("sudo", "warn", "worker", "sudo: password"),
             check("sudo", "warn", "head", "sudo: missing"),
+            check("sudo", "warn", "head", "sudo: password for `sysctl -q -w vm.swappiness=0`"),
             check("docker_group", "fail", "worker"),
         ),
         (),
@@ -564,4 +603,5 @@ def test_nothing_is_done_that_nobody_agreed_to(session: Session) -> None:
     assert asked == [
         "head: sudo install -d -o anna /data?",
         "worker: write a rule for /etc/sudoers.d to a file on the head, for you to read?",
+        "head: write a rule for /etc/sudoers.d to a file on the head, for you to read?",
     ]

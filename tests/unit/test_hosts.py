@@ -11,6 +11,7 @@ from pydantic import SecretStr
 
 from sparkserve.errors import SparkserveError
 from sparkserve.hosts import LocalHost, expand_home, mask, running, write_argv
+from sparkserve.sudo_rules import frees
 from tests.fakes import FakeHost, Unscripted
 from tests.unit.cases import wait_for
 
@@ -222,10 +223,12 @@ def test_reading_what_is_not_there(host: LocalHost, tmp_path: Path) -> None:
 # -- sudo -------------------------------------------------------------------------------------------------------------
 
 
-def sudo_host(*, uid: bytes = b"1000\n", free: bool = False) -> FakeHost:
+REFUSED = b"sudo: unable to resolve host spark\nsudo: a password is required\n"
+
+
+def sudo_host(*, uid: bytes = b"1000\n") -> FakeHost:
     host = FakeHost("worker")
     host.script(["id", "-u"], uid, always=True)
-    host.script(["sudo", "-n", "--", "true"], exit_code=0 if free else 1, always=True)
     return host
 
 
@@ -237,7 +240,7 @@ def test_root_needs_no_sudo() -> None:
 
 
 def test_sudo_that_asks_nothing() -> None:
-    host = sudo_host(free=True)
+    host = sudo_host()
     host.script(["sudo", "-n", "--", "tee", "/x"])
     host.sudo(["tee", "/x"], stdin=b"in")
     assert host.calls[-1].stdin == b"in"
@@ -246,6 +249,7 @@ def test_sudo_that_asks_nothing() -> None:
 def test_the_password_goes_by_stdin_only() -> None:
     host = sudo_host()
     host.sudo_password = SecretStr("pa ss")
+    host.script(["sudo", "-n", "--", "tee", "/x"], exit_code=1, stderr=REFUSED)
     host.script(["sudo", "-k", "-S", "-p", "", "--", "tee", "/x"])
     host.sudo(["tee", "/x"], stdin=b"in")
     assert host.calls[-1].stdin == b"pa ss\nin"
@@ -253,9 +257,80 @@ def test_the_password_goes_by_stdin_only() -> None:
 
 
 def test_a_password_that_nobody_gave() -> None:
+    host = sudo_host()
+    host.script(["sudo", "-n", "--", "sysctl"], exit_code=1, stderr=REFUSED)
     with pytest.raises(SparkserveError) as caught:
-        sudo_host().sudo(["true"])
+        host.sudo(["sysctl"])
     assert (caught.value.code, caught.value.node, caught.value.exit_code) == ("sudo_password", "worker", 3)
+
+
+def test_a_command_that_needs_no_password_never_gets_it_as_its_input() -> None:
+    host = sudo_host()
+    host.sudo_password = SecretStr("pa ss")
+    host.script(["sudo", "-n", "--", "tee", "/x"])
+    host.sudo(["tee", "/x"], stdin=b"in")
+    assert host.calls[-1].stdin == b"in"
+
+
+def test_a_command_that_fails_by_itself_asks_for_no_password() -> None:
+    host = sudo_host()
+    host.script(["sudo", "-n", "--", "tee", "/x"], exit_code=1, stderr=b"tee: /x: Read-only file system\n")
+    with pytest.raises(SparkserveError) as caught:
+        host.sudo(["tee", "/x"])
+    assert caught.value.code == "command_failed"
+
+
+def test_a_rule_for_other_paths_than_sudo_takes_leaves_a_password_to_be_asked() -> None:
+    host = sudo_host()
+    listing = b"User spark may run:\n    (ALL : ALL) ALL\n    (root) NOPASSWD: /usr/bin/true, /usr/bin/sysctl -w\n"
+    host.script(["sudo", "-n", "--", "true"], always=True)
+    host.script(["sudo", "-n", "-l"], listing, always=True)
+    host.script(["sudo", "-n", "-l", "--", "true"], b"/usr/bin/true\n", always=True)
+    host.script(["sudo", "-n", "-l", "--", "sysctl", "-w"], b"/usr/sbin/sysctl -w\n", always=True)
+    assert host.find_locked([["true"], ["sysctl", "-w"]]) == "sysctl -w"
+    assert host.asks_sudo_password([["sysctl", "-w"]])
+    assert not host.asks_sudo_password([["true"]])
+
+
+def test_a_wrong_password_is_tried_although_some_commands_need_none() -> None:
+    host = sudo_host()
+    host.sudo_password = SecretStr("wrong")
+    host.script(["sudo", "-k", "-S", "-p", "", "-v"], exit_code=1, stderr=b"sudo: 1 incorrect password attempt\n")
+    with pytest.raises(SparkserveError, match="refuses the password") as caught:
+        host.check_sudo_password()
+    assert caught.value.details == "sudo: 1 incorrect password attempt"
+
+
+ALL, SYSCTL = "(ALL : ALL) ALL", r"(root) NOPASSWD: /usr/sbin/sysctl ^-q -w( (vm\.swappiness|vm\.x)=[-0-9]+)+$"
+WRITE = "/usr/sbin/sysctl -q -w vm.swappiness=0 vm.x=1"
+COMMAS = r"(root) NOPASSWD: /bin/a, /bin/b c\, d, PASSWD: /bin/e"
+
+
+@pytest.mark.parametrize(
+    ("rules", "command", "is_free"),
+    [
+        ([ALL], "/usr/bin/true", False),
+        ([ALL, "(ALL) NOPASSWD: ALL"], "/usr/bin/true", True),
+        (["(ALL) NOPASSWD: ALL", ALL], "/usr/bin/true", False),  # the last one holds
+        ([ALL, SYSCTL], WRITE, True),
+        ([ALL, SYSCTL.replace(" ^", "\n        ^")], WRITE, True),  # as sudo breaks a long line
+        ([ALL, SYSCTL], "/usr/sbin/sysctl -q -w kernel.panic=1", False),
+        ([ALL, SYSCTL], "/usr/bin/sysctl -q -w vm.x=1", False),
+        (["(root) NOPASSWD: /bin/tee /x"], "/usr/bin/tee /x", True),
+        (["(root) NOPASSWD: /usr/bin/tee"], "/usr/bin/tee /x", True),
+        (["(root) NOPASSWD: /usr/bin/tee /y*"], "/usr/bin/tee /x", False),
+        (['(root) NOPASSWD: /usr/bin/tee ""'], "/usr/bin/tee /x", False),
+        (['(root) NOPASSWD: /usr/bin/tee ""'], "/usr/bin/tee", True),
+        (["(anna) NOPASSWD: ALL"], "/usr/bin/tee", False),
+        ([COMMAS], "/bin/b c, d", True),
+        ([COMMAS], "/bin/e", False),
+        (["(root) NOPASSWD: ALL, !/bin/e"], "/bin/e", False),
+        (["env_reset, !authenticate", ALL], "/bin/e", True),
+    ],
+)
+def test_what_the_rules_of_sudo_let_go_without_a_password(rules: list[str], command: str, is_free: bool) -> None:
+    text = "".join(f"    {rule}\n" for rule in (r"env_reset, secure_path=/usr/sbin\:/bin", *rules))
+    assert frees(f"Matching Defaults entries for spark on head:\n{text}", command) is is_free
 
 
 # -- words ------------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ CORE = (
     "docker_program",
     "search_program",
     "node_program",
+    "sudo_rules",
     "hosts",
     "ssh_host",
     "ssh",
