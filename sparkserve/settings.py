@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 import shlex
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -301,6 +302,8 @@ def read_private(path: Path, purpose: str) -> str:
     path = path.expanduser()
     try:
         mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise usage_error("secret_missing", f"{path} ({purpose}) is a directory; needed: a file", f"`ls {path}`")
         if mode & 0o077:
             raise usage_error("secret_readable", f"{path} ({purpose}) can be read by others", f"chmod 600 {path}")
         return path.read_text(encoding="utf-8").strip()

@@ -174,6 +174,12 @@ def test_a_file_that_holds_no_one_line_is_refused(tmp_path: Path, content: bytes
     assert "s3cret" not in repr(caught.value)
 
 
+def test_a_directory_is_no_secret_and_is_not_to_be_locked(tmp_path: Path) -> None:
+    with pytest.raises(SparkserveError, match="is a directory; needed: a file") as caught:
+        read_secret(tmp_path, "key of the API")
+    assert (caught.value.code, "chmod" in caught.value.hint) == ("secret_missing", False)
+
+
 def test_a_secret_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(SparkserveError) as caught:
         read_secret(tmp_path / "none", "key of the API")
