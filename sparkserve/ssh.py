@@ -17,8 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
-from sparkserve.settings import Settings, process_environment, state_dir
+from sparkserve.addresses import is_loopback
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError, usage_error
+from sparkserve.settings import Settings, process_environment, read_private, state_dir
 from sparkserve.ssh_host import SshHost
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 4.0
 # What paramiko says where the other side is gone between two keys.
 _HUNG_UP = "No existing session"
+_PRIVATE_KEY = re.compile("^-----BEGIN ([A-Z0-9]+ )*PRIVATE KEY-----", re.MULTILINE)
 # Fast on any CPU with AES instructions, which both GB10 and x86 have; `^` puts them before ssh's own, which stay.
 _FAST_CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com,chacha20-poly1305@openssh.com,aes128-ctr"
 
@@ -77,8 +79,18 @@ class SshTarget:
         return ["ssh", *words, *keys, self.destination]
 
 
+def _check_key(path: Path) -> None:
+    """Refuse a key that ssh would pass over, to take another one without a word."""
+    purpose = "the private key of SPARKSERVE_SSH_KEY"
+    if not _PRIVATE_KEY.search(read_private(path, purpose)):
+        message = f"{path} ({purpose}) holds no private key"
+        raise usage_error("secret_invalid", message, f"`ssh-keygen -yf {path}`; leave it out to use the agent's keys")
+
+
 def resolve_target(settings: Settings) -> SshTarget:
     """Ask ssh itself (`ssh -G`) how it would reach the worker, so that all of the user's configuration counts."""
+    if settings.ssh_key:
+        _check_key(settings.ssh_key)
     argv = ["ssh", "-G"]
     argv += ["-p", str(settings.ssh_port)] if settings.ssh_port else []
     argv += ["-i", str(settings.ssh_key.expanduser())] if settings.ssh_key else []
@@ -115,6 +127,26 @@ def resolve_target(settings: Settings) -> SshTarget:
     )
 
 
+def refuse_this_machine(target: SshTarget) -> None:
+    """Refuse an address of our own as the worker, before anything is asked there."""
+    if is_this_machine(target):
+        message = f"{target.address} is this machine; the worker is the other one"
+        raise usage_error("worker_is_head", message, "`sparkserve init user@address` with the worker's address")
+
+
+def is_this_machine(target: SshTarget) -> bool:
+    """Whether the address is an own one, which a socket can be bound to; loopback's other ports may be a tunnel."""
+    if target.proxy_command:
+        return False
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(target.address, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(place)
+    except OSError:  # another machine's address, or a name that nobody knows
+        return False
+    return target.port == 22 or not is_loopback(str(place[0]))
+
+
 def _proxy_command(first: Mapping[str, str], given: str) -> str:
     """Give the command that stands for the socket, as ssh itself would run it; empty where there is none."""
     address, port = first["hostname"], first.get("port", "22")
@@ -130,6 +162,7 @@ def _proxy_command(first: Mapping[str, str], given: str) -> str:
 def connect(settings: Settings, node: str = "worker") -> SshHost:
     """Open the one control connection of this command."""
     target = resolve_target(settings)
+    refuse_this_machine(target)
     paramiko = import_paramiko()
     client = paramiko.SSHClient()
     for file in target.known_hosts:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import io
 import os
-import socket
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparkserve.addresses import is_loopback
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError, usage_error
 from sparkserve.settings import Settings
 from sparkserve.ssh import (
@@ -21,11 +20,14 @@ from sparkserve.ssh import (
     fingerprint,
     import_paramiko,
     open_socket,
+    refuse_this_machine,
     resolve_target,
 )
 
 if TYPE_CHECKING:
     import paramiko
+
+_FINGERPRINT = re.compile("SHA256:[A-Za-z0-9+/]{43}")
 
 
 @dataclass(frozen=True)
@@ -49,39 +51,30 @@ class HostKey:
         )
 
 
-def offered_key(settings: Settings) -> HostKey | None:
+def offered_key(settings: Settings, accept: str | None = None) -> HostKey | None:
     """Fetch the host key that the worker shows, without logging in; None where known_hosts has one for it.
 
     A known key is compared at every connection: another one in its place is an error there, and never a question.
+    Here it is compared with `accept`, the fingerprint that is said to be right.
     """
     target = resolve_target(settings)
-    if _is_this_machine(target):
-        message = f"{target.address} is this machine; the worker is the other one"
-        raise usage_error("worker_is_head", message, "`sparkserve init user@address` with the worker's address")
+    refuse_this_machine(target)
     known = import_paramiko().HostKeys()
     for file in target.known_hosts:
         if file.is_file():
             known.load(str(file))
-    if known.lookup(target.known_as):
+    if found := known.lookup(target.known_as):
+        prints = [fingerprint(one) for one in found.values()]
+        if accept and accept not in prints:
+            message = f"{target.known_as} is known by {' and '.join(prints)}, not by {accept}; nothing was written"
+            hint = f"if you re-installed the worker: ssh-keygen -R '{target.known_as}', and the same command again"
+            raise SparkserveError("host_key_changed", message, hint, "worker", exit_code=EXIT_COULD_NOT_LOOK)
         return None
     key = _fetch(target)
     name = known.hash_host(target.known_as) if target.hash_known_hosts else target.known_as
     address = target.known_as if target.address in target.known_as else f"{target.known_as} ({target.address})"
     line = f"{name} {key.get_name()} {key.get_base64()}\n"
     return HostKey(address, key.get_name(), fingerprint(key), line, target.known_hosts[0])
-
-
-def _is_this_machine(target: SshTarget) -> bool:
-    """Whether the address is an own one, which a socket can be bound to; loopback's other ports may be a tunnel."""
-    if target.proxy_command:
-        return False
-    try:
-        family, kind, _, _, place = socket.getaddrinfo(target.address, 0, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(place)
-    except OSError:  # another machine's address, or a name that nobody knows
-        return False
-    return target.port == 22 or not is_loopback(str(place[0]))
 
 
 def _fetch(target: SshTarget) -> paramiko.PKey:
@@ -135,7 +128,12 @@ def meet(settings: Settings, accept: str | None, ask: Callable[[str, str], bool]
 
     `ask` gets the question, and the flag that answers it where nobody can be asked.
     """
-    key = offered_key(settings)
+    if accept and not _FINGERPRINT.fullmatch(accept):
+        message = f"{accept} is no fingerprint of a host key, which is SHA256: and 43 characters"
+        raise usage_error(
+            "usage", message, "on the worker's own screen: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub"
+        )
+    key = offered_key(settings, accept)
     if key is None:
         return None
     is_right = accept == key.fingerprint if accept else ask(key.question, f"--accept-host-key {key.fingerprint}")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from sparkserve.errors import SparkserveError
 from sparkserve.settings import Settings
 from sparkserve.ssh import SshTarget, resolve_target
 from tests.unit.cases import read_rows, row_name
-from tests.unit.sshd import put_first_on_path
+from tests.unit.sshd import make_key, put_first_on_path
 
 SCRIPT = """#!/bin/sh
 printf '%s\\n' "$@" > "$0.words"
@@ -56,8 +57,40 @@ def test_target(fake_ssh: FakeSsh, tmp_path: Path, case: dict[str, Any]) -> None
 
 
 def test_flags_of_ours_are_passed_on(fake_ssh: FakeSsh, tmp_path: Path) -> None:
+    make_key(tmp_path / "my key")
     resolve_target(Settings(worker="spark", ssh_port=2222, ssh_key=tmp_path / "my key"))
     assert fake_ssh.words == ["-G", "-p", "2222", "-i", str(tmp_path / "my key"), "--", "spark"]
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "told"),
+    [
+        (lambda path: None, "secret_missing", "No such file"),
+        (lambda path: path.mkdir(), "secret_missing", "is a directory"),
+        (lambda path: path.write_text("garbage"), "secret_invalid", "holds no private key"),
+        (lambda path: make_key(path).with_suffix(".pub").replace(path), "secret_invalid", "holds no private key"),
+        (lambda path: make_key(path).chmod(0o644), "secret_readable", "can be read by others"),
+    ],
+)
+def test_a_key_that_ssh_would_pass_over_is_named(
+    fake_ssh: FakeSsh, tmp_path: Path, make: Callable[[Path], object], code: str, told: str
+) -> None:
+    del fake_ssh
+    path = tmp_path / "key"
+    make(path)
+    if path.is_file() and code == "secret_invalid":
+        path.chmod(0o600)
+    with pytest.raises(SparkserveError, match=told) as caught:
+        resolve_target(Settings(worker="spark", ssh_key=path))
+    assert (caught.value.code, caught.value.exit_code) == (code, 2)
+    assert "SPARKSERVE_SSH_KEY" in caught.value.message
+
+
+@pytest.mark.parametrize("kind", ["ed25519", "rsa", "ecdsa"])
+def test_a_key_of_any_kind_is_taken(fake_ssh: FakeSsh, tmp_path: Path, kind: str) -> None:
+    del fake_ssh
+    key = make_key(tmp_path / "key", passphrase="secret", kind=kind)
+    assert resolve_target(Settings(worker="spark", ssh_key=key)).user == "u"
 
 
 def test_a_configuration_that_ssh_refuses(fake_ssh: FakeSsh) -> None:

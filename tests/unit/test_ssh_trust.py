@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkserve import ssh, ssh_trust
+from sparkserve import ssh
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
 from sparkserve.settings import Settings
 from sparkserve.ssh_trust import meet, offered_key, trust
@@ -94,11 +94,24 @@ def test_nothing_is_written_for_another_fingerprint_or_a_no(known: Path, shown: 
     assert not known.exists()
 
 
+@pytest.mark.parametrize("word", ["yes", "SHA256:abc", "MD5:00:11", "A" * 43])
+def test_a_word_that_is_no_fingerprint(known: Path, word: str) -> None:
+    with pytest.raises(SparkserveError, match=f"{word} is no fingerprint") as caught:
+        meet(SETTINGS, word, nobody)
+    assert caught.value.exit_code == 2
+    assert not known.exists()
+
+
 def test_a_changed_key_is_no_question(client: Client, server: Sshd, tmp_path: Path, shown: str) -> None:
     other = Path(f"{make_key(tmp_path / 'other')}.pub")
     text = f"[127.0.0.1]:{server.port} {other.read_text()}"
     (tmp_path / "known_hosts").write_text(text)
-    assert meet(SETTINGS, shown, nobody) is None
+    assert meet(SETTINGS, None, nobody) is None
+    assert meet(SETTINGS, fingerprint(other), nobody) is None
+    with pytest.raises(SparkserveError) as caught:
+        meet(SETTINGS, shown, nobody)
+    assert (caught.value.code, caught.value.exit_code) == ("host_key_changed", EXIT_COULD_NOT_LOOK)
+    assert f"is known by {fingerprint(other)}, not by {shown}" in caught.value.message
     with pytest.raises(SparkserveError) as caught:
         client.connect()
     assert caught.value.code == "host_key_changed"
@@ -120,11 +133,14 @@ def test_a_changed_key_is_no_question(client: Client, server: Sshd, tmp_path: Pa
 )
 def test_this_machine_is_no_worker(client: Client, options: dict[str, str], is_ours: bool) -> None:
     client.set(**options)
-    assert ssh_trust._is_this_machine(ssh.resolve_target(SETTINGS)) is is_ours
+    assert ssh.is_this_machine(ssh.resolve_target(SETTINGS)) is is_ours
     if is_ours:
         with pytest.raises(SparkserveError) as caught:
             meet(SETTINGS, None, nobody)
         assert (caught.value.code, caught.value.exit_code) == ("worker_is_head", 2)
+        with pytest.raises(SparkserveError) as caught:  # as every command connects
+            client.connect()
+        assert caught.value.code == "worker_is_head"
 
 
 @pytest.mark.parametrize("place", ["none", "/dev/null", "/proc/known_hosts"])
