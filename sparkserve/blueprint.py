@@ -118,6 +118,8 @@ def save_facts(path: Path, seen: Seen) -> None:
 
 def refuse_other_file(path: Path) -> None:
     """Keep facts from being written over what is no file of facts."""
+    if path.is_dir():
+        raise usage_error("facts_unreadable", f"{path} is a directory", "nothing was written; name a new file")
     try:
         if path.exists():
             load_facts(path)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparkserve.command_line import Common, Recipe, command, session
-from sparkserve.errors import EXIT_NOT_READY, exit_code_of
+from sparkserve.errors import exit_code_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,7 +71,8 @@ def link(
     """Draw the cable between the nodes; --prove tests it.
 
     Ports, interfaces, addresses, MTU, speed and RDMA of both nodes, and which traffic takes which way. It changes
-    nothing; while a pair works for somebody, --prove leaves the bandwidth out.
+    nothing; while a pair works for somebody, --prove leaves the bandwidth out. Exit code 1 says that a check fails, 6
+    that something could not be looked at.
     """
     from sparkserve import operations
     from sparkserve.link_proof import FLOOR_GBPS
@@ -79,8 +80,7 @@ def link(
     output = common.output
     wanted = FLOOR_GBPS if floor is None else floor
     found = operations.see_cable(session(common, "link", output, recipe=recipe), floor=wanted if prove else None)
-    has_way = found.proposals or all(link.interface for link in found.links.values())
-    code = exit_code_of(found.checks) or (0 if has_way else EXIT_NOT_READY)
+    code = exit_code_of([*found.odd, *found.checks])
     return output.result("link", found, *_view(found, output), exit_code=code)
 
 

@@ -78,6 +78,14 @@ def test_proofs_are_told_below_the_picture(
     assert advice == "link_bandwidth (head): look at the MTU\n"
 
 
+def test_what_fails_of_the_picture_counts_as_it_does_for_doctor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = cable()
+    assert run(monkeypatch, tmp_path, replace(found, odd=[replace(LOW, id="link_mtu")]))[0] == 1
+    assert run(monkeypatch, tmp_path, replace(found, odd=[replace(LOW, id="link_mtu", verdict="warn")]))[0] == 0
+
+
 def test_what_is_odd_and_what_could_not_be_proved(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,7 +102,7 @@ def test_the_choice_is_told_as_lines_for_the_settings(
     found = cable()
     unset = {role: replace(facts, address="", interface="", twin="") for role, facts in found.links.items()}
     code, _ = run(monkeypatch, tmp_path, replace(found, links=unset, odd=odd(unset)))
-    assert code == 0
+    assert code == 1
     out = capsys.readouterr().out
     assert "SPARKSERVE_HEAD_LINK=10.100.8.1\nSPARKSERVE_WORKER_LINK=10.100.8.2\n" in out
     assert "10.100.9.1 and 10.100.9.2: enP2p1s0f1np1 to enP2p1s0f0np0: both in" in out
@@ -106,7 +114,7 @@ def test_a_cable_without_addresses_is_told_once_what_to_do(
     links = {role: replace(facts, address="", interface="") for role, facts in seen("nobody", "nobody").items()}
     links = {role: replace(facts, interfaces=bare(facts)) for role, facts in links.items()}
     found = Cable(NAMES, links, find_management(links), odd(links), [], [])
-    assert run(monkeypatch, tmp_path, found)[0] == 3
+    assert run(monkeypatch, tmp_path, found)[0] == 1
     out = capsys.readouterr().out
     assert all(f"sudo ip address add 10.100.8.{number}/24 dev " in out for number in (1, 2))
     unknown = prove(make_pair(head=FakeSession({}), worker=FakeSession({})), {}, master_port=1)

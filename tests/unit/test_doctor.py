@@ -211,6 +211,12 @@ def test_a_hint_carries_what_the_command_was_given(seen: Seen, tmp_path: Path, m
     assert found.advice == f"sparkserve doctor user1@10.0.9.9 -r smoke -e {tmp_path}/.env --fix  (asks once)"
 
 
+def test_a_record_needs_a_file(session: Session, tmp_path: Path) -> None:
+    with pytest.raises(SparkserveError, match="is a directory") as caught:
+        examine(session, record=tmp_path)
+    assert (caught.value.code, caught.value.exit_code) == ("facts_unreadable", 2)
+
+
 @pytest.mark.parametrize("content", ["SPARKSERVE_WORKER=a\n", None])
 def test_a_record_replaces_no_file_of_others(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
