@@ -10,7 +10,7 @@ from sparkserve.cluster import Role
 from sparkserve.errors import SparkserveError
 from sparkserve.parameters import check_exposure, decide_ports
 from sparkserve.settings import variable_name
-from sparkserve.system import DiskFacts, PortFacts
+from sparkserve.system import DiskFacts, PortFacts, SystemFacts
 
 # Room that stays free on every file system that is written, for logs and the engine's own small files.
 _DISK_MARGIN = 2_000_000_000
@@ -21,13 +21,13 @@ _WRITABLE = "a writable directory"
 def check_disks(subject: Subject) -> list[Check]:
     """Check every file system that will be written, with the needs that fall on the same one added up."""
     grouped: dict[tuple[Role, int], list[DiskNeed]] = {}
-    checks = []
+    checks = [check for role, facts in subject.system.items() for check in _check_directories(role, facts)]
     for need in subject.needs:
         facts = subject.system.get(need.node)
         disk = facts.disks.get(need.place) if facts else None
-        if disk is not None and not disk.error:
+        if disk is not None and not (disk.error or disk.blocked_by):
             grouped.setdefault((need.node, disk.device), []).append(need)
-        elif disk is not None and need.size:
+        elif disk is not None and disk.error and need.size:
             observed, hint = f"{disk.path}: {disk.error}", f"ls -ld {shlex.quote(disk.path)}"
             checks.append(Check("disk", need.node, "unseen", observed, show_size(need.size), hint))
             if need.place != "docker":
@@ -37,6 +37,13 @@ def check_disks(subject: Subject) -> list[Check]:
             disks = [subject.system[node].disks[need.place] for need in together]
             checks += [_check_room(node, disks[0], together), *_check_writable(subject, node, together)]
     return checks
+
+
+def _check_directories(role: Role, facts: SystemFacts) -> list[Check]:
+    """Refuse a file in the place of a directory, whatever will be written there."""
+    blocked = {disk.blocked_by: None for disk in facts.disks.values() if disk.blocked_by}
+    hint = "set SPARKSERVE_MODELS_DIR or SPARKSERVE_CACHE_DIR to a directory, or move the file away"
+    return [Check("writable", role, "fail", f"{file} is a file", "a directory", hint) for file in blocked]
 
 
 def _check_room(node: Role, disk: DiskFacts, needs: list[DiskNeed]) -> Check:

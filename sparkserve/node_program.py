@@ -125,7 +125,8 @@ def disk(path: str) -> dict[str, Any]:
         "free": room.f_bavail * room.f_frsize,
         "total": room.f_blocks * room.f_frsize,
         "inodes": room.f_favail if room.f_files else None,  # file systems such as btrfs have no limit
-        "writable": os.access(place, os.W_OK),
+        "writable": os.access(place, os.W_OK | os.X_OK),
+        "is_file": not place.is_dir(),
     }
 
 

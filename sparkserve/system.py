@@ -41,6 +41,7 @@ class DiskFacts:
     """Room of the file system that holds, or will hold, a directory; bytes. `device` tells file systems apart.
 
     `free_inodes` is None where the file system has no limit of its own; `error` says why nothing could be seen.
+    `blocked_by` is the file that stands where the directory, or a parent of it, should.
     """
 
     path: str
@@ -52,6 +53,7 @@ class DiskFacts:
     filesystem: str = ""
     exists: bool = False
     error: str = ""
+    blocked_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ def parse_disk(path: str, raw: Mapping[str, Any], mounts: str = "") -> DiskFacts
         raw["writable"],
         system_text.filesystem_of(raw["place"], mounts),
         exists=raw["place"] == path,
+        blocked_by=raw["place"] if raw.get("is_file") else "",
     )
 
 

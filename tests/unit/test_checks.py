@@ -194,6 +194,8 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("writable", {"needs": NEEDS}, "ok", "can be written"),
     ("writable", {"needs": NEEDS, **worker(disks=disk(writable=False))}, "fail", "/data cannot be written"),
     ("writable", {"needs": NEEDS, **worker(disks=disk(error="Permission denied"))}, "unseen", "Permission denied"),
+    ("writable", worker(disks=disk(blocked_by="/data")), "fail", "/data is a file"),
+    ("writable", {"needs": NEEDS, **worker(disks=disk(blocked_by="/da"))}, "fail", "/da is a file"),
     ("port", {}, "ok", "port 8888 (api): free"),
     ("port", port(free=False, holder="python3 (process 7)"), "fail", "held by python3 (process 7)"),
     ("port", port(free=False, holder="container web (nginx:1)"), "fail", "held by container web (nginx:1)"),

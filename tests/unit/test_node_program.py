@@ -17,6 +17,7 @@ import pytest
 from sparkserve.cluster import NodeSession
 from sparkserve.errors import SparkserveError
 from sparkserve.hosts import LocalHost
+from sparkserve.system import parse_disk
 from tests.unit.cases import wait_for
 
 CONTENT = b"weights " * 4096
@@ -122,6 +123,15 @@ def test_disk_of_a_path_that_will_be_made(session: NodeSession, tmp_path: Path) 
     assert present["free"] > 0
     assert proc["device"] != present["device"]
     assert proc["inodes"] is None
+
+
+def test_a_file_in_the_place_of_a_directory(session: NodeSession, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch(mode=0o755)
+    paths = [str(file), str(file / "below" / "it"), str(tmp_path / "absent")]
+    found = session.ask("facts", disks=paths)["disks"]
+    seen = [parse_disk(path, found[path]).blocked_by for path in paths]
+    assert seen == [str(file), str(file), ""]
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1"])
