@@ -150,7 +150,10 @@ def init(wish: Wish, voice: Output, show: Callable[[Setup], None]) -> Iterator[S
     old = path if path.exists() else Path(os.devnull)
     loaded = load(old, wish.environment, wish.flags)
     choices = Choices(loaded, voice)
-    choices.choose("worker", _find_neighbour(loaded.settings) if choices.is_open("worker") else "", _check_worker)
+    neighbour = _find_neighbour(loaded.settings) if choices.is_open("worker") else ""
+    if neighbour:
+        voice.say(f"{neighbour} answers at the other end of the cable; any address that ssh reaches will do")
+    choices.choose("worker", neighbour, _check_worker)
     if choices.is_given("recipe"):  # before anybody looks at two machines for it
         find_recipe(loaded.settings.recipe, wish.environment)
     settings = load(Path(os.devnull), {}, {**loaded.settings.model_dump(), **choices.values}).settings
@@ -267,6 +270,7 @@ def choose_places(choices: Choices, seen: Mapping[Role, Seen], recipe: Recipe) -
     """Settle the directories of both nodes; tells where nothing has room."""
     if not choices.is_open("models_dir"):
         choices.choose("models_dir")
+        choices.values["cache_dir"] = str(choices.loaded.settings.cache_dir)  # said, since it may be as large
         return []
     size = recipe.disk_bytes
     picked = {role: pick_place(seen[role], size) for role in ROLES}

@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 
-from sparkserve import setup
+from sparkserve import setup, ssh_trust
 from sparkserve.cluster import Role
 from sparkserve.errors import SparkserveError
 from sparkserve.link import Interface, LinkFacts
 from sparkserve.link_rdma import RdmaDevice
 from sparkserve.recipe_source import load_recipe
-from sparkserve.settings import load
+from sparkserve.settings import Settings, load
 from sparkserve.system import DiskFacts
 from sparkserve.system_text import filesystem_of, parse_mounts
 
@@ -139,7 +139,7 @@ def test_no_room_is_told_of_that_node() -> None:
 def test_a_given_directory_is_no_question() -> None:
     choices, voice = make_choices(models_dir="/mine")
     assert settle_places(choices, make_seen(1), make_seen(1)) == []
-    assert (choices.values, voice.asked) == ({"models_dir": "/mine"}, {})
+    assert (choices.values, voice.asked) == ({"models_dir": "/mine", "cache_dir": "~/sparkserve/cache"}, {})
 
 
 def test_an_earlier_file_is_the_default(tmp_path: Path) -> None:
@@ -267,3 +267,16 @@ def test_only_small_networks_of_the_cable_are_asked_through() -> None:
     assert list(setup.list_unheard(replace(facts, interfaces=(wide,)), {"cable"})) == []
     point = replace(facts.interfaces[0], networks=("10.1.0.0/31",))
     assert list(setup.list_unheard(replace(facts, interfaces=(point,)), {"cable"})) == ["10.1.0.0"]
+
+
+def test_the_proposed_address_is_told_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(settings: Settings, *_given: object) -> None:
+        raise SparkserveError("stop", settings.worker)
+
+    monkeypatch.setattr(setup, "_find_neighbour", lambda _settings: "10.1.0.2")
+    monkeypatch.setattr(ssh_trust, "meet", stop)
+    voice = Typist("")
+    wish = setup.Wish(tmp_path / ".env", {}, {})
+    with pytest.raises(SparkserveError, match=r"10\.1\.0\.2"), setup.init(wish, cast("Any", voice), lambda _: None):
+        raise AssertionError
+    assert voice.heard == ["10.1.0.2 answers at the other end of the cable; any address that ssh reaches will do"]
