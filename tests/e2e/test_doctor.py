@@ -530,6 +530,10 @@ def test_a_sudo_rule_is_written_for_review_and_is_enough_to_tune(pair: Pair) -> 
             node.run(["sh", "-c", "echo '@includedir /etc/sudoers.d' >> /etc/sudoers"], user="root")
         assert pair.ask("tune")["exit_code"] == 0
         assert pair.ask("tune", "--undo")["exit_code"] == 0
+        pair.worker.run(["sed", "-i", "s#/usr/sbin/sysctl#/usr/bin/sysctl#", "/etc/sudoers.d/sparkserve"], user="root")
+        found = {one["node"]: one["observed"] for one in pair.ask("doctor")["data"]["checks"] if one["id"] == "sudo"}
+        assert found["head"] == "sudo: free"
+        assert found["worker"].startswith("sudo: password for `sysctl -q -w ")
         assert pair.worker.run(["sudo", "-n", "cat", "/etc/shadow"], check=False).returncode != 0
         assert pair.worker.run(["sudo", "-n", "sysctl", "-q", "-w", "kernel.panic=1"], check=False).returncode != 0
     finally:
