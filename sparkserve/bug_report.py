@@ -23,8 +23,18 @@ _KEPT = 10
 _NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EISDIR, errno.ENOTDIR)
 
 
+def _is_named(error: OSError, words: Sequence[str]) -> bool:
+    """Whether what is missing is on the way to a path, or below one, that the command line or our state's place names."""
+    named = [*words, *(word.partition("=")[2] for word in words), os.environ.get("XDG_STATE_HOME", "")]
+    missing = str(error.filename or "")
+    return bool(missing) and any(word and (missing.startswith(word) or word.startswith(missing)) for word in named)
+
+
 def explain(error: Exception, words: Sequence[str]) -> SparkserveError:
     """Turn what nobody expected into an error: the machine's fault by its own words, ours with a log of it."""
+    if isinstance(error, FileNotFoundError) and _is_named(error, words):
+        hint = "make the directory first, or name another path"
+        return SparkserveError("file_failed", f"{error.filename}: {error.strerror}", hint, "head")
     if isinstance(error, OSError) and error.errno in _NOT_OURS:
         where = f"{error.filename}: " if error.filename else ""
         hint = "look at the room, owner and mode of that path" if where else "look at where the output goes"

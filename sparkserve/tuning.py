@@ -122,8 +122,20 @@ def set_values(node: Node, found: Facts, wanted: Mapping[str, str]) -> str:
 
 
 def undo(cluster: Cluster) -> dict[str, str]:
-    """Put the values back that the journal kept, and remove our file; nodes without a journal are left alone."""
+    """Put the values back that the journal kept, and remove our file; where one node refuses root, on neither."""
+    cluster.on_both(_try_root)
     return {str(role): text for role, text in cluster.on_both(_undo_one).items()}
+
+
+def _try_root(node: Node) -> None:
+    """Try root where there is something to put back."""
+    found = gather(node, {})
+    if found.journal.get("before") or found.file is not None:
+        try:
+            node.host.sudo(["true"])
+        except SparkserveError as error:
+            error.hint = error.hint.replace("sparkserve tune", "sparkserve tune --undo")
+            raise
 
 
 def kept_values(node: Node) -> str:

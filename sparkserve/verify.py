@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sparkserve.endpoint import Endpoint
+from sparkserve.errors import EXIT_NOT_READY
 from sparkserve.prompts import random_name, random_words
 from sparkserve.recipe import CheckName, Verify
 from sparkserve.replies import Completion, EndpointError
@@ -63,7 +64,16 @@ class _Finding:
 
 
 def verify(exam: Exam, tell: Callable[[str], None]) -> list[Proof]:
-    """Ask everything that the recipe lists; one failed request does not keep the others from being asked."""
+    """Ask everything that the recipe lists; one failed request does not keep the others from being asked.
+
+    Where nobody listens there is nothing to prove, and that is the error.
+    """
+    try:
+        exam.endpoint.health("/v1/models")
+    except EndpointError as error:
+        if error.code == "endpoint_closed":  # what else it has, the checks tell
+            error.hint, error.exit_code = "sparkserve start", EXIT_NOT_READY
+            raise
     proofs = []
     for name in exam.recipe.checks:
         tell(name)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from sparkserve.endpoint import Endpoint
+from sparkserve.errors import EXIT_NOT_READY, SparkserveError
 from sparkserve.prompts import random_name
 from sparkserve.recipe import Verify
 from sparkserve.recipe_source import load_recipe
@@ -58,6 +60,16 @@ def test_a_good_pair_proves_all_five(exam: Exam) -> None:
     first, second = (int(part.replace(",", "")) for part in needle.split("cached ")[1].split(", then "))
     assert first < 100
     assert second > 0.8 * prompt
+
+
+def test_nobody_there_is_one_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    exam = Exam(Endpoint(f"http://127.0.0.1:{port}", "flash"), load_recipe("tensorfold-1017").verification, 65_536)
+    with pytest.raises(SparkserveError) as caught:
+        verify(exam, lambda _text: None)
+    error = caught.value
+    assert (error.code, error.exit_code, error.hint) == ("endpoint_closed", EXIT_NOT_READY, "sparkserve start")
 
 
 def test_each_run_asks_something_else(exam: Exam) -> None:

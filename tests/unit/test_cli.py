@@ -211,6 +211,34 @@ def test_what_the_machine_refuses_is_no_bug(
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "diagnose --to /proc/nosuch/x",
+        "diagnose --to=/proc/nosuch/x",
+        "recipes new /proc/nosuch/x",
+        "key new --file /proc/nosuch/x",
+        "key new --set -e /proc/nosuch/.env",
+        "plan --facts /proc/nosuch/x",
+        "status -e /proc/nosuch/x",
+        "status -r /proc/nosuch/x",
+        "recipes check /proc/nosuch/x",
+        "doctor --record /proc/nosuch/x",
+        "stop",
+    ],
+)
+def test_a_path_of_the_user_that_is_not_there_is_no_bug(
+    clean: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    (clean / ".env").write_text("SPARKSERVE_WORKER=spark@127.0.0.1.invalid\n")
+    if words == "stop":
+        monkeypatch.setenv("XDG_STATE_HOME", "/proc/nosuch")
+    found = run_json([*words.split(), "--json"], capsys)
+    assert found["exit_code"] != 0
+    assert "bug" not in [error["code"] for error in found["errors"]]
+    assert all(error["hint"] for error in found["errors"])
+
+
 def test_quiet_says_nothing_and_verbose_names_each_command(clean: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (clean / ".env").write_text("SPARKSERVE_WORKER=spark-2\n")
     assert cli._run(["config", "--quiet"]) == 0

@@ -10,6 +10,7 @@ import pytest
 from sparkserve import tuning
 from sparkserve.cluster import Cluster, Deployment, Role
 from sparkserve.errors import SparkserveError
+from sparkserve.hosts import sudo_needs_password
 from sparkserve.plan import Change
 from sparkserve.recipe_source import load_recipe
 from sparkserve.settings import Settings
@@ -27,6 +28,7 @@ class Machine:
     values: dict[str, str]
     files: dict[str, str] = field(default_factory=dict)
     stubborn: bool = False
+    asks: bool = False
 
     def facts(self, files: list[str], **_: Any) -> dict[str, Any]:
         sysctls = {"/proc/sys/" + name.replace(".", "/"): f"{value}\n" for name, value in self.values.items()}
@@ -42,6 +44,8 @@ class RootHost(FakeHost):
         self._machine = machine
 
     def sudo(self, argv: Any, *, stdin: bytes = b"", timeout: float = 60.0) -> Any:
+        if self._machine.asks:
+            raise sudo_needs_password(self.name)
         match list(argv):
             case ["mkdir", "-p", tuning.JOURNAL_DIR]:
                 pass
@@ -52,6 +56,8 @@ class RootHost(FakeHost):
             case ["sysctl", "-q", "-w", *pairs]:
                 if not self._machine.stubborn:
                     self._machine.values.update(pair.split("=", 1) for pair in pairs)
+            case ["true"]:
+                pass
             case ["rm", "-f", *paths]:
                 for path in paths:
                     self._machine.files.pop(path, None)
@@ -138,6 +144,24 @@ def test_undo_puts_the_first_values_back(pair: Pair) -> None:
     assert pair.machines["worker"].values["vm.swappiness"] == "0"
     assert [found.files for found in pair.machines.values()] == [{}, {}]
     assert set(tuning.undo(pair.cluster).values()) == {"nothing to put back"}
+
+
+def test_nothing_is_undone_where_one_node_wants_a_password(pair: Pair) -> None:
+    pair.apply()
+    pair.machines["head"].asks = True
+    tuned = [(dict(found.values), dict(found.files)) for found in pair.machines.values()]
+    with pytest.raises(SparkserveError) as caught:
+        tuning.undo(pair.cluster)
+    assert (caught.value.code, caught.value.node) == ("sudo_password", "head")
+    assert "`sparkserve tune --undo`" in caught.value.hint
+    assert [(found.values, found.files) for found in pair.machines.values()] == tuned
+
+
+def test_a_node_without_anything_to_undo_needs_no_password(pair: Pair) -> None:
+    pair.apply()
+    pair.machines["worker"].files.clear()
+    pair.machines["worker"].asks = True
+    assert tuning.undo(pair.cluster)["worker"] == "nothing to put back"
 
 
 def test_undo_of_a_file_alone(pair: Pair) -> None:
