@@ -24,7 +24,7 @@ _NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM,
 
 
 def _is_named(error: OSError, words: Sequence[str]) -> bool:
-    """Whether what is missing is on the way to a path, or below one, that the command line or our state's place names."""
+    """Whether the missing path is on the way to one that the command line or our state's place names, or below it."""
     named = [*words, *(word.partition("=")[2] for word in words), os.environ.get("XDG_STATE_HOME", "")]
     missing = str(error.filename or "")
     return bool(missing) and any(word and (missing.startswith(word) or word.startswith(missing)) for word in named)

@@ -375,7 +375,7 @@ def pair_lock(directory: Path, command: str, wait_seconds: float = 0.3) -> Itera
 
 def lock_holder(directory: Path) -> str:
     """Say which command writes to the pair right now; empty where none does."""
-    with contextlib.suppress(FileNotFoundError), (directory / "lock").open("rb") as file:
+    with contextlib.suppress(OSError), (directory / "lock").open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

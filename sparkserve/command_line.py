@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparkserve import signals
-from sparkserve.errors import SparkserveError
+from sparkserve.errors import SparkserveError, flatten, with_settings_file
 from sparkserve.output import Mode, Output
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ class Common:
     @property
     def output(self) -> Output:
         """The one output of this command."""
-        return Output(Mode.JSON if self.json else Mode.QUIET if self.quiet else Mode.HUMAN)
+        mode = Mode.JSON if self.json else Mode.QUIET if self.quiet else Mode.HUMAN
+        return Output(mode, str(self.env_file))
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ _SHARED = {
     "recipe": Recipe,
     "env_file": Annotated[Path, typer.Option("--env-file", "-e", help="Settings file.", show_default=True)],
     "json": Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")],
-    "quiet": Annotated[bool, typer.Option("--quiet", "-q", help="Only errors.")],
+    "quiet": Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors.")],
     "verbose": Annotated[bool, typer.Option("--verbose", "-v", help="Every command that runs, on stderr.")],
 }
 SkipCheck = Annotated[
@@ -101,7 +102,9 @@ def command(examples: str, group: typer.Typer = app) -> Callable[[Callable[..., 
                 signals.begin()
                 return function(common, **values)
             except KeyboardInterrupt as error:  # Typer would end the program without a word of ours
-                raise interrupted(name, error) from error
+                raise _naming_settings(interrupted(name, error), common) from error
+            except SparkserveError as error:
+                raise _naming_settings(error, common)  # noqa: B904 - the same one
 
         parameters = [item.replace(kind=keyword) for item in own.values()] + shared
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -110,6 +113,12 @@ def command(examples: str, group: typer.Typer = app) -> Callable[[Callable[..., 
         return run
 
     return decorate
+
+
+def _naming_settings(error: SparkserveError, common: Common) -> SparkserveError:
+    for one in flatten(error):
+        one.hint = with_settings_file(one.hint, str(common.env_file))
+    return error
 
 
 def session(common: Common, name: str, output: Output, **flags: object) -> Session:

@@ -28,7 +28,7 @@ from sparkserve import (
 from sparkserve.checks import Check, DiskNeed, Subject
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, Role, connect
 from sparkserve.doctor_record import Recorder, write_record
-from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError, exit_code_of
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError, exit_code_of, with_settings_file
 from sparkserve.lifecycle import Session
 from sparkserve.link_proof import FLOOR_GBPS
 from sparkserve.operations import prove_cable
@@ -95,7 +95,11 @@ def examine(
             places = {role: blueprint.see_node(cluster.node(role), end) for role, end in ends.items()}
             write_record(record, deployment, places, recorders)
     again = f"sparkserve doctor{_given(session)}"
-    checks = [replace(check, hint=check.advice.replace("sparkserve doctor", again)) for check in checks]
+    file = str(session.loaded.env_file)
+    checks = [
+        replace(check, hint=with_settings_file(check.advice.replace("sparkserve doctor", again), file))
+        for check in checks
+    ]
     return Report(tuple(checks), tuple(differences), unseen, time.monotonic() - begun, str(record or ""))
 
 
@@ -222,8 +226,7 @@ def _reached(session: Session, unseen: Mapping[Role, SparkserveError]) -> list[C
 
 def _given(session: Session) -> str:
     """Give the words of this command that a command in a hint needs, too."""
-    settings, sources, env_file = session.settings, session.loaded.sources, session.loaded.env_file
+    settings, sources = session.settings, session.loaded.sources
     words = [settings.worker] if sources["worker"] == "flag" else []
     words += ["-r", settings.recipe] if sources["recipe"] == "flag" else []
-    words += ["-e", str(env_file)] if env_file != Path(".env") else []
     return "".join(f" {shlex.quote(word)}" for word in words)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +33,12 @@ DOCKER_PROBLEMS = {
     ),
     "failed": ("the Docker engine cannot be asked", "`docker version` on that node tells why"),
 }
+
+# A command of ours in a text; what names a settings file already is left alone.
+_OURS = re.compile(
+    r"\bsparkserve (?:(?:recipes|weights|service|key) [a-z]+|init|connect|doctor|config|lock|download|sync|template"
+    r"|build|tune|start|up|verify|status|watch|stop|logs|history|diagnose|link|prune|plan)\b(?! -e | --env-file )"
+)
 
 
 @dataclass
@@ -61,6 +69,15 @@ class Failures(SparkserveError):
         message = first.message if len(errors) == 1 else f"{len(errors)} problems"
         super().__init__(first.code, message, first.hint, first.node, first.details, max_exit(errors))
         self.errors = errors
+
+
+def with_settings_file(text: str, env_file: str) -> str:
+    """Put another settings file than `.env` into the commands of a text, and where it tells to write to `.env`."""
+    if env_file == ".env":
+        return text
+    name = shlex.quote(env_file)
+    text = _OURS.sub(lambda found: f"{found[0]} -e {name}", text)
+    return re.sub(r"\b(in|to) \.env\b", lambda found: f"{found[1]} {name}", text)
 
 
 def max_exit(errors: list[SparkserveError]) -> int:

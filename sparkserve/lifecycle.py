@@ -170,6 +170,7 @@ def require_lock(session: Session) -> lock.Lock:
 def deployed(session: Session, *, offline: bool = False) -> Iterator[tuple[Deployment, bool]]:
     """Resolve what is wanted and connect to both nodes; tells whether the lock still has to be written."""
     require_worker(session.settings)
+    decide_parameters(session.settings, session.recipe)  # or both nodes would tell the same of them
     if offline:
         require_lock(session)
     found, is_new = resolve_lock(session)

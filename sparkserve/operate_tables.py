@@ -123,7 +123,7 @@ def history_table(found: Sequence[Record]) -> Table:
         taken = duration(record.seconds) if record.seconds else ""
         begun = _moment(record.begun)
         rows.append((record.run, begun, record.command, record.recipe, record.ending, taken, record.error))
-    caption = f"{len(found)} starts; `sparkserve logs --run RUN` shows what was kept of one"
+    caption = f"{len(found)} start{'s' * (len(found) != 1)}; `sparkserve logs --run RUN` shows what was kept of one"
     return make_table("run", "when", "command", "recipe", "ending", "time", "why", rows=rows, caption=caption)
 
 

@@ -17,7 +17,7 @@ from sparkserve.endpoint import Endpoint, open_endpoint
 from sparkserve.engine_facts import LOOK_SECONDS
 from sparkserve.engine_logs import LogLine, LogQuery
 from sparkserve.engine_stop import Stopping
-from sparkserve.errors import EXIT_NOT_READY, Failures, SparkserveError
+from sparkserve.errors import EXIT_NOT_READY, Failures, SparkserveError, with_settings_file
 from sparkserve.lifecycle import Outcome, Session
 from sparkserve.pair_checks import check_link
 from sparkserve.parameters import decide_parameters, decide_ports, secrets_to_mask
@@ -285,7 +285,10 @@ def see_cable(session: Session, *, floor: float | None = None) -> Cable:
         names = cluster.on_both(lambda node: str(node.identity["hostname"]))
         checks = prove_cable(session, cluster, links, floor) if floor is not None else []
     odd = [check for check in check_link(Subject(session.settings, session.recipe, {}, links)) if check.verdict != "ok"]
-    odd, checks = ([replace(check, hint=check.advice) for check in found] for found in (odd, checks))
+    file = str(session.loaded.env_file)
+    odd, checks = (
+        [replace(check, hint=with_settings_file(check.advice, file)) for check in found] for found in (odd, checks)
+    )
     return Cable(names, links, link.find_management(links), odd, link.propose(links), checks)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from sparkserve.errors import EXIT_INTERRUPTED, SparkserveError, flatten
+from sparkserve.errors import EXIT_INTERRUPTED, SparkserveError, flatten, with_settings_file
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -33,10 +33,11 @@ class Mode(StrEnum):
 
 
 class Output:
-    """Everything that a command says."""
+    """Everything that a command says; commands that it tells to type name the settings file, if it is another."""
 
-    def __init__(self, mode: Mode) -> None:
+    def __init__(self, mode: Mode, env_file: str = ".env") -> None:
         self.mode = mode
+        self._env_file = env_file
         self.takes_defaults = False
         self.is_live = mode is Mode.HUMAN and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
@@ -65,12 +66,12 @@ class Output:
     def say(self, text: str) -> None:
         """Tell a person something on the way, on stderr."""
         if self.mode is Mode.HUMAN:
-            print(text, file=sys.stderr, flush=True)
+            print(with_settings_file(text, self._env_file), file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
         """Warn, also a quiet caller."""
         if self.mode is not Mode.JSON:
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            print(f"warning: {with_settings_file(text, self._env_file)}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def reporter(self, plan: Plan) -> Iterator[Reporter]:
@@ -96,9 +97,22 @@ class Output:
         """Show something to a person, and only to one."""
         for item in shown if self.mode is Mode.HUMAN else ():
             if isinstance(item, str):
-                print(item, flush=True)
+                print(with_settings_file(item, self._env_file))
             else:
-                self._console(stderr=False).print(item)
+                if isinstance(caption := getattr(item, "caption", None), str):
+                    item.caption = with_settings_file(caption, self._env_file)  # type: ignore[union-attr]
+                self._print(item)
+            sys.stdout.flush()  # what is said next goes to stderr, and belongs below
+
+    def _print(self, item: RenderableType) -> None:
+        """Print a renderable; in a pipe without the blanks that fill its last column."""
+        console = self._console(stderr=False)
+        if sys.stdout.isatty():
+            console.print(item)
+            return
+        with console.capture() as drawn:
+            console.print(item)
+        print("\n".join(line.rstrip() for line in drawn.get().splitlines()))
 
     def lines(self, command: str, items: Iterable[Any], show: Callable[[Any], str]) -> None:
         """Give a result that comes line by line; `--json` gathers it into the one object."""

@@ -249,6 +249,12 @@ def test_quiet_says_nothing_and_verbose_names_each_command(clean: Path, capfd: p
     assert "sparkserve.hosts head: env GIT_TERMINAL_PROMPT=0" in done.stderr
 
 
+def test_the_hint_of_an_error_names_the_settings_file(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (clean / "b.env").write_text("")
+    found = run_json(["status", "-e", "b.env", "--json"], capsys)
+    assert [error["hint"] for error in found["errors"]] == ["sparkserve init -e b.env"]
+
+
 def test_a_bug_is_called_one_and_kept_in_a_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

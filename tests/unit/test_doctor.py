@@ -198,7 +198,7 @@ def test_a_key_that_cannot_be_read_is_no_key(session: Session, tmp_path: Path, m
     assert load_facts(tmp_path / "record").nodes.keys() == {*ROLES}
     assert "idle: False" in [one.observed for one in report.checks], "the cable is proved all the same"
     (found,) = [check for check in report.checks if check.id == "api_key"]
-    assert (found.verdict, found.advice) == ("fail", "sparkserve key new --set")
+    assert (found.verdict, found.advice) == ("fail", f"sparkserve key new -e {tmp_path}/.env --set")
     assert "cannot read" in found.observed
 
 
@@ -208,7 +208,7 @@ def test_a_hint_carries_what_the_command_was_given(seen: Seen, tmp_path: Path, m
     replayed(monkeypatch, run, {"head": seen.raw["head"]})
     monkeypatch.setattr(REFUSED, "hint", "sparkserve doctor --fix  (asks once)")
     (found,) = [check for check in examine(run).checks if check.verdict == "unseen"]
-    assert found.advice == f"sparkserve doctor user1@10.0.9.9 -r smoke -e {tmp_path}/.env --fix  (asks once)"
+    assert found.advice == f"sparkserve doctor -e {tmp_path}/.env user1@10.0.9.9 -r smoke --fix  (asks once)"
 
 
 def test_a_record_needs_a_file(session: Session, tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_ranks_of_others_are_named_and_could_not_look_is_not_none(
         ("containers", "head", "unseen"), ("containers", "worker", "fail")
     ]  # fmt: skip
     assert "tf-worker runs rank 1 of " in wrong[1].observed
-    assert "init --from-running" in wrong[1].advice
+    assert "`sparkserve init -e" in wrong[1].advice
 
 
 def test_a_sudo_password_file_that_is_not_there(session: Session, tmp_path: Path) -> None:

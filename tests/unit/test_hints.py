@@ -11,6 +11,7 @@ import typer.main
 
 import sparkserve
 from sparkserve.cli import app
+from sparkserve.errors import with_settings_file
 
 SOURCES = sorted(Path(sparkserve.__file__).parent.glob("*.py"))
 ROOT = Path(__file__).parents[2]
@@ -71,3 +72,21 @@ def test_every_error_and_every_known_line_says_what_to_do() -> None:
     rows = re.findall(r"^\| `(.+?)` \| (.*) \| (.*) \|$", text, re.MULTILINE)
     assert len(rows) > 200
     assert [code for code, message, hint in rows if not (message.strip() and hint.strip())] == []
+
+
+def commands() -> Iterator[str]:
+    for name, found in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        yield from (f"{name} {inner}" for inner in found.commands) if hasattr(found, "commands") else (name,)
+
+
+@pytest.mark.parametrize("name", [*commands()])
+def test_every_command_of_a_hint_names_another_settings_file(name: str) -> None:
+    told = with_settings_file(f"type `sparkserve {name} --json`", "my pair.env")
+    assert told == f"type `sparkserve {name} -e 'my pair.env' --json`"
+    assert with_settings_file(told, "my pair.env") == told
+    assert with_settings_file(told, ".env") == told
+
+
+def test_the_settings_file_of_a_text() -> None:
+    told = with_settings_file("a bug in sparkserve: write to .env; set HF_TOKEN in .env to it", "b.env")
+    assert told == "a bug in sparkserve: write to b.env; set HF_TOKEN in b.env to it"

@@ -14,7 +14,7 @@ from sparkserve import attempt, engine, lifecycle, link, lock, operations, plann
 from sparkserve.cluster import Cluster, lock_holder, pair_lock
 from sparkserve.engine_facts import LOOK_SECONDS
 from sparkserve.engine_stop import Stopping
-from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, EXIT_USAGE, SparkserveError
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, EXIT_USAGE, SparkserveError, flatten
 from sparkserve.lifecycle import Outcome, Session
 from sparkserve.lock import LockedImage, write_lock
 from sparkserve.operations import Eyes
@@ -43,6 +43,13 @@ def make_session(tmp_path: Path, recipe: str | None = None, **environment: str) 
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".env").write_text("")
     monkeypatch.chdir(tmp_path)
+
+
+def test_parameters_that_cannot_be_are_told_once(tmp_path: Path) -> None:
+    session = make_session(tmp_path, SPARKSERVE_CONTEXT="99999999")
+    with pytest.raises(SparkserveError, match="SPARKSERVE_CONTEXT") as caught:
+        lifecycle.run_steps(session, ("start",), dry_run=True)
+    assert [error.node for error in flatten(caught.value)] == [""]
 
 
 # -- which recipe -----------------------------------------------------------------------------------------------------
@@ -157,6 +164,17 @@ def test_a_stop_is_the_owners_word_even_if_nothing_runs(tmp_path: Path, monkeypa
     for dry_run in (True, False):
         assert operations.stop(session, force=False, dry_run=dry_run).plan.is_empty
         assert records.read_wanted(session.state).serving is dry_run
+
+
+def test_a_stop_needs_no_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = make_session(tmp_path)
+    (tmp_path / "state").write_text("a file where our directory should be")
+    warned: list[str] = []
+    session.voice = cast("Any", SimpleNamespace(warn=warned.append))
+    Scene(monkeypatch)
+    assert operations.stop(session, force=False, dry_run=False).plan.is_empty
+    assert all("going on all the same" in text for text in warned)
+    assert warned
 
 
 def test_a_refused_stop_leaves_the_owners_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from sparkserve.lifecycle import Outcome
 from sparkserve.output import Mode, Output, to_plain
 from sparkserve.plan import Change, Plan, Work, apply
 from sparkserve.settings import Settings
-from sparkserve.tables import plan_table
+from sparkserve.tables import make_table, plan_table
 from tests.unit.cases import ROOT
 
 SECRET = "hf_TopSecretValue"
@@ -111,6 +111,32 @@ def test_an_error_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err == "error: worker: it broke\n    line one\n    line two\nhint: mend it\n"
+
+
+def test_a_pipe_gets_lines_without_blanks_at_their_end(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(Mode.HUMAN).show(make_table("name", "why", rows=[("a", "x" * 200), ("b", "")]))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [line.rstrip() for line in lines]
+    assert [line.split() for line in lines] == [["name", "why"], ["a", "x" * 200], ["b"]]
+
+
+def test_tables_come_before_what_is_said_after_them() -> None:
+    script = SHOW + 'output.show(table)\noutput.say("hint: below")\n'
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True)
+    assert done.stdout.decode().splitlines()[-1] == "hint: below"
+
+
+def test_what_is_told_names_the_settings_file(capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output(Mode.HUMAN, "b.env")
+    output.say("hint: sparkserve up")
+    output.warn("`sparkserve stop` ends it")
+    output.show("write to .env", make_table("run", rows=[("a" * 80,)], caption="`sparkserve logs --run RUN`"))
+    printed = capsys.readouterr()
+    assert printed.err == "hint: sparkserve up -e b.env\nwarning: `sparkserve stop -e b.env` ends it\n"
+    assert [printed.out.splitlines()[0], printed.out.splitlines()[-1].strip()] == [
+        "write to b.env",
+        "`sparkserve logs -e b.env --run RUN`",
+    ]
 
 
 def test_quiet_says_errors_and_warnings_only(capsys: pytest.CaptureFixture[str]) -> None:
