@@ -108,6 +108,7 @@ def new(
     named = f", and {common.env_file} names it" if put else "; the line for .env:"
     data = {"path": path, "line": line, "set": put, "kept": is_kept}
     shown = f"{path} is {'kept' if is_kept else 'written'}{named}"
+    shown += "; it holds from the next `sparkserve start` on" * put
     common.output.result("key", data, shown, *([] if put else [line]))
 
 

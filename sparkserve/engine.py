@@ -55,7 +55,10 @@ def plan(deployment: Deployment, facts: Mapping[Role, Facts], launch: Launch) ->
     worker = _create(deployment, "worker", facts, launch, (*launch.needs, _LEFTOVER))
     head = _create(deployment, "head", facts, launch, (*launch.needs, worker.key))
     removal = [_remove_old(deployment, facts, launch)] if any(found.containers for found in facts.values()) else []
-    return [*removal, worker, head, _ready(deployment, launch, (head.key,))]
+    is_older = any("older settings" in _differences(facts, role, launch) for role in ROLES)
+    # Whether a pair of older settings answers was not asked: it goes either way.
+    before = "not asked, runs with older settings" if is_older else "no answer"
+    return [*removal, worker, head, _ready(deployment, launch, (head.key,), before)]
 
 
 def _refuse_foreign(facts: Mapping[Role, Facts]) -> None:
@@ -90,7 +93,7 @@ def _difference(container: ContainerFacts, rank: int, spec: ContainerSpec) -> st
         return f"is rank {container.rank}"
     if not container.is_alive:
         return container.describe()
-    return "" if container.spec == spec.digest else f"runs an older spec, {_short(container.spec)}"
+    return "" if container.spec == spec.digest else f"runs with older settings, spec {_short(container.spec)}"
 
 
 def _state(facts: Mapping[Role, Facts], role: Role, launch: Launch) -> str:
@@ -98,11 +101,14 @@ def _state(facts: Mapping[Role, Facts], role: Role, launch: Launch) -> str:
     ours = facts[role].containers
     if not ours:
         return "absent"
-    rank = ROLES.index(role)
-    different = "; ".join(filter(None, (_difference(container, rank, launch.specs[role]) for container in ours)))
-    return different or (
-        "running, does not serve" if launch.seen in ("stalled", "degraded") else "running, its peer is not"
-    )
+    differences = {each: _differences(facts, each, launch) for each in ROLES}
+    is_broken = launch.seen in ("stalled", "degraded") and not any(differences.values())
+    return differences[role] or ("running, does not serve" if is_broken else "running, its peer is not as wanted")
+
+
+def _differences(facts: Mapping[Role, Facts], role: Role, launch: Launch) -> str:
+    rank, spec = ROLES.index(role), launch.specs[role]
+    return "; ".join(filter(None, (_difference(container, rank, spec) for container in facts[role].containers)))
 
 
 def _short(digest: str) -> str:
@@ -148,12 +154,12 @@ def _create(
     return Change(role, STEP, spec.name, _state(facts, role, launch), after, action, needs, "start")
 
 
-def _ready(deployment: Deployment, launch: Launch, needs: tuple[str, ...]) -> Change:
+def _ready(deployment: Deployment, launch: Launch, needs: tuple[str, ...], before: str = "no answer") -> Change:
     def action(work: Work) -> str:
         return wait_until_ready(deployment.cluster, deployment.recipe, launch, work)
 
     after = f"answers as {launch.endpoint.model}"
-    return Change("head", STEP, READY, "no answer", after, action, needs, "start")
+    return Change("head", STEP, READY, before, after, action, needs, "start")
 
 
 def _needed_gib(deployment: Deployment, launch: Launch) -> float:

@@ -64,7 +64,20 @@ def stop(cluster: Cluster, stopping: Stopping) -> str:
     if not ended:
         return "nothing of ours was running"
     freed = sum(facts.memory.available - before[role].memory.available for role, facts in settled.items())
-    return f"{', '.join(ended)}; nothing of ours is left; {freed / 2**30:+.1f} GiB available on both nodes together"
+    total = f"{freed / 2**30:+.1f} GiB available on both nodes together"
+    return "; ".join([", ".join(ended), "nothing of ours is left", total, *_find_short(settled, stopping)])
+
+
+def _find_short(facts: dict[Role, Facts], stopping: Stopping) -> Iterator[str]:
+    """Tell of each node that has less memory than a start needs, and what to do about it."""
+    for role, found in facts.items():
+        available = found.memory.available / 2**30
+        if available < stopping.needed_gib:
+            yield (
+                f"memory of the {role} is not back: {available:.1f} GiB available, a start needs "
+                f"{stopping.needed_gib:g}: `ps aux --sort=-rss | head` there shows who has it; "
+                "what nobody has, a reboot frees"
+            )
 
 
 def _end_noting(

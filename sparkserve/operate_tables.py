@@ -73,7 +73,9 @@ def status_view(found: View) -> list[Table | str]:
         rows.append((role, node["container"], memory, *cells))
     rows += [(role, f"could not look: {error.message}") for role, error in found.status.unseen.items()]
     table = make_table("node", "container", "memory available", "trend", "swap used", "GPU", "link", rows=rows)
-    return [f"{verdict.state}: {'; '.join(verdict.reasons)}\n{', '.join(shown)}".rstrip(), table]
+    # What is missing or other than wanted, a start makes right: it replaces both ranks.
+    hint = ["hint: sparkserve start"] if verdict.state == "degraded" else []
+    return [f"{verdict.state}: {'; '.join(verdict.reasons)}\n{', '.join(shown)}".rstrip(), table, *hint]
 
 
 def status_line(found: View) -> str:

@@ -186,7 +186,10 @@ def test_nothing_there(scene: Scene) -> None:
         (lambda scene: scene.worker.containers.clear(), "worker: absent"),
         (lambda scene: scene.worker.containers[0].end(1), "worker: exited (exit code 1)"),
         (lambda scene: scene.head.containers[0].end(137, oom_killed=True), "head: killed by the kernel for memory"),
-        (lambda scene: scene.head.containers[0].labels.update({"sparkserve.spec": "sha256:old"}), "older spec, old"),
+        (
+            lambda scene: scene.head.containers[0].labels.update({"sparkserve.spec": "sha256:old"}),
+            "head: runs with older settings, spec old",
+        ),
         (lambda scene: scene.head.containers[0].processes.pop(), "running without a working engine process"),
         (lambda scene: scene.worker.containers[0].labels.update({"sparkserve.run": "other"}), "its peer is not"),
     ],
@@ -248,6 +251,14 @@ def test_a_port_that_rank_1_does_not_open_ends_the_start(
 def test_a_pair_that_is_broken_inside_is_replaced(scene: Scene, state: str) -> None:
     scene.wanted()
     assert [change.before for change in scene.plan(seen=state)][1:3] == ["running, does not serve"] * 2
+
+
+def test_a_pair_of_older_settings_is_not_said_to_serve_nobody(scene: Scene) -> None:
+    scene.wanted()
+    scene.head.containers[0].labels["sparkserve.spec"] = "sha256:old"
+    changes = scene.plan(seen="degraded")
+    assert changes[0].before == "head: runs with older settings, spec old; worker: running, its peer is not as wanted"
+    assert changes[-1].before == "not asked, runs with older settings"
 
 
 def test_a_stranger_with_our_name_is_refused_on_both_nodes(scene: Scene) -> None:
@@ -699,6 +710,15 @@ def test_stop_waits_for_memory(scene: Scene, moments: tuple[float, float], neede
     report = stop(scene.cluster, stopping(scene, tell=notes.append, needed_gib=needed_gib))
     assert "+107.8 GiB available on both nodes together" in report
     assert any("memory comes back" in note for note in notes)
+
+
+def test_stop_says_which_memory_is_not_back(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_stop, "_LATE_SECONDS", 0.0)
+    scene.head.containers, scene.worker.containers = [ours(0)], [ours(1)]
+    scene.head.available_kb, scene.worker.available_kb = 15_000_000, 118_000_000
+    report = stop(scene.cluster, stopping(scene, force=True, needed_gib=110))
+    assert "memory of the head is not back: 14.3 GiB available, a start needs 110: `ps aux" in report
+    assert "memory of the worker" not in report
 
 
 def test_a_node_that_cannot_be_asked_is_told_and_the_other_is_stopped(scene: Scene) -> None:

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from sparkserve.cluster import Cluster
 from sparkserve.endpoint import Endpoint
 from sparkserve.errors import DOCKER_PROBLEMS, EXIT_COULD_NOT_LOOK, SparkserveError
-from sparkserve.operate_tables import status_data
+from sparkserve.operate_tables import status_data, status_view
 from sparkserve.operations import View
 from sparkserve.recipe_source import load_recipe
 from sparkserve.records import Record, save_record
@@ -71,6 +71,13 @@ def test_idle(question: Question, pair: Pair) -> None:
     assert (data["context"], data["requests_running"], data["tokens_per_second"]) == (4096, 0, None)
     assert data["nodes"]["worker"]["memory_available_bytes"] == 121_000_000 * 1024
     assert 0 <= data["uptime_seconds"] < 60
+
+
+def test_a_degraded_pair_is_told_with_what_makes_it_right(question: Question) -> None:
+    status = look(replace(question, wanted={"head": "sha256:newer", "worker": "sha256:newer"}))
+    assert status.verdict.state == "degraded"
+    assert "not tensorfold-1017" in told(status)
+    assert status_view(View(status, 4096))[-1] == "hint: sparkserve start"
 
 
 def test_busy_is_proved_by_counters_and_not_disturbed(question: Question, pair: Pair) -> None:
