@@ -1,14 +1,22 @@
 """The lab by hand: `python -m tests.lab up | down | status | exec NODE -- COMMAND | shell NODE | run -- COMMAND`."""
 
 import argparse
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.lab.machine import LabError
 from tests.lab.nodes import Lab, LabNode
+from tests.lab.pair import HOME, paired
 
 CHECKOUT = Path(__file__).parents[2]
+OWNER = """
+The pair is up: hub, registry, the engine's source, settings ({home}/.env) and a recipe ({home}/recipes/lab).
+In another terminal:  python -m tests.lab shell head
+and there, as its owner:  sparkserve doctor;  sparkserve up --dry-run;  sparkserve up
+From the beginning:  sparkserve init spark@{worker} --recipe recipes/lab --force
+Password of sudo: {password}. Ctrl-C here takes everything down."""
 
 
 def main() -> int:
@@ -27,7 +35,10 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.lab")
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("up", help="bring both nodes up")
+    up = verbs.add_parser("up", help="bring both nodes up")
+    up.add_argument(
+        "--pair", action="store_true", help="with hub, recipe and settings, until Ctrl-C: to play the owner"
+    )
     verbs.add_parser("down", help="end everything").add_argument("--purge", action="store_true", help="images too")
     verbs.add_parser("status", help="show addresses")
     verbs.add_parser("shell", help="a shell on a node")
@@ -43,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _carry_out(lab: Lab, arguments: argparse.Namespace) -> int:
     match arguments.verb:
+        case "up" if arguments.pair:
+            _play()
         case "up":
             lab.up()
         case "down":
@@ -57,6 +70,15 @@ def _carry_out(lab: Lab, arguments: argparse.Namespace) -> int:
         case "exec":
             return _inside(lab, arguments, arguments.command)
     return 0
+
+
+def _play() -> None:
+    """Keep a pair with all that is around it, until Ctrl-C, and say how to be its owner."""
+    with paired(CHECKOUT) as pair:
+        pair.head.run(["ln", "-sf", pair.command()[-1], "/usr/local/bin/sparkserve"], user="root")
+        place = {"home": HOME, "worker": pair.worker.management_address, "password": pair.head.password}
+        print(OWNER.format(**place), flush=True)
+        signal.pause()
 
 
 def _inside(lab: Lab, arguments: argparse.Namespace, argv: list[str]) -> int:

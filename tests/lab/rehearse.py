@@ -122,7 +122,8 @@ def read_table(lines: list[str], *columns: str) -> list[list[str]]:
         if re.split(r"\s{2,}", line.strip()) == list(columns):
             starts = [line.index(column) for column in columns]
             spans = list(itertools.pairwise([*starts, None]))
-            below = ([row[start:end] for start, end in spans] for row in lines[number + 1 :])
+            padded = [row.ljust(starts[-1]) for row in lines[number + 1 :]]  # a pipe gets no blanks at the end
+            below = ([row[start:end] for start, end in spans] for row in padded)
             rows = itertools.takewhile(lambda row: row[1].strip() and all(c[-2:].isspace() for c in row[:-1]), below)
             return [[cell.strip() for cell in row] for row in rows]
     return []
