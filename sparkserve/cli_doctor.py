@@ -19,13 +19,23 @@ if TYPE_CHECKING:
     from sparkserve.output import Output
 
 
+def _check_ids() -> list[str]:
+    """List what completes `--explain`."""
+    from sparkserve.check_catalog import CATALOG
+
+    return list(CATALOG)
+
+
 @command("sparkserve doctor; sparkserve doctor spark@192.168.1.22 --link; sparkserve doctor --explain kernel")
 def doctor(  # noqa: PLR0913 - one for each option
     common: Common,
     worker: Annotated[str | None, typer.Argument(metavar="WORKER", help="The worker, where no .env names it.")] = None,
     *,
     link: Annotated[bool, typer.Option("--link", help="Prove the cable both ways, too.")] = False,
-    explain: Annotated[str | None, typer.Option("--explain", metavar="ID", help="Why a check matters.")] = None,
+    explain: Annotated[
+        str | None,
+        typer.Option("--explain", metavar="ID", help="Why a check matters.", autocompletion=_check_ids),
+    ] = None,
     fix: Annotated[bool, typer.Option("--fix", help="Do what is safe, after asking.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it without being asked.")] = False,
     record: Annotated[Path | None, typer.Option("--record", help="Write the facts, without names.")] = None,

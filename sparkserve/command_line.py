@@ -60,8 +60,18 @@ class Writing(Common):
         return self.dry_run or self.check
 
 
+def _recipe_names() -> list[str]:
+    """List what completes `--recipe`."""
+    from sparkserve.recipe_source import shipped_names
+
+    return list(shipped_names())
+
+
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and touch nothing.")]
-Recipe = Annotated[str | None, typer.Option("--recipe", "-r", help="Recipe name or directory, for this run.")]
+Recipe = Annotated[
+    str | None,
+    typer.Option("--recipe", "-r", help="Recipe name or directory, for this run.", autocompletion=_recipe_names),
+]
 _SHARED = {
     "dry_run": DryRun,
     "check": Annotated[bool, typer.Option("--check", help="As --dry-run, but exit 4 when something would change.")],

@@ -24,6 +24,13 @@ def recipes_table(recipes: Sequence[Recipe]) -> Table:
     return make_table("recipe", "engine", "proven on Sparks", "what it serves", rows=rows, caption=caption)
 
 
+def _disk_parts(recipe: Recipe) -> str:
+    first, image = recipe.memory.first_start_disk_bytes, recipe.image.expected_bytes
+    files = recipe.disk_bytes - first - image
+    parts = {"weights and what is made of them": files, "image": image, "what the first start writes": first}
+    return ", ".join(f"{name} {show_size(size)}" for name, size in parts.items() if size)
+
+
 def recipe_view(recipe: Recipe, drawn: Blueprint) -> list[Table | str]:
     """Explain a recipe: sources, image, memory, ports, what is not proved, and both ranks' arguments."""
     proven = "proven on Sparks" if recipe.proven else "not proven on Sparks"
@@ -40,7 +47,7 @@ def recipe_view(recipe: Recipe, drawn: Blueprint) -> list[Table | str]:
         f"image: {built if image.dockerfile else pulled} ({image.architecture})",
         f"memory of a node: {memory.required_gib:g} GiB available; weights {memory.weights_gib:g}{cache},"
         f" floor {memory.floor_gib:g}",
-        f"disk of a node: {show_size(recipe.disk_bytes)}",
+        f"disk of a node: {show_size(recipe.disk_bytes)}: {_disk_parts(recipe)}",
         f"ports: {recipe.ports}",
     ]
     rows = ((one.name, one.repository, one.revision, one.mount or "-") for one in recipe.weights)

@@ -163,7 +163,7 @@ class Loaded:
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
     """Suggest the known name that was probably meant, as the end of a sentence; empty when none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
 
 
@@ -182,6 +182,7 @@ def variable_name(field: str) -> str:
 def parse_env(text: str) -> tuple[dict[str, str], list[SparkserveError]]:
     """Read a strict `.env`: NAME=value, quotes, `export`, comments, CRLF and a BOM; nothing is expanded or run."""
     values: dict[str, str] = {}
+    lines: dict[str, int] = {}
     errors = []
     # Not `splitlines`, which also splits at characters that are no line ends to anyone who edits the file.
     for number, raw in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
@@ -194,8 +195,10 @@ def parse_env(text: str) -> tuple[dict[str, str], list[SparkserveError]]:
                 raise ValueError("should be NAME=value")
             name, value = match[1], _parse_value(match[2])
             if name in values:
-                raise ValueError(f"sets {name} a second time")
-            values[name] = value
+                text = f"line {number} sets {name} a second time, after line {lines[name]}"
+                errors.append(usage_error("settings_syntax", text, f"remove one of the lines {lines[name]}, {number}"))
+                continue
+            values[name], lines[name] = value, number
         except ValueError as error:
             errors.append(usage_error("settings_syntax", f"line {number} {error}", "NAME=value, one a line"))
     return values, errors

@@ -6,6 +6,7 @@ without its other rank. A person who insists is told, and at the third Ctrl-C le
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -40,6 +41,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, _warn)
     if signal.getsignal(signal.SIGTERM) is _interrupt:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if number == signal.SIGINT:
+        with contextlib.suppress(OSError):
+            os.write(2, "\nending…\n".encode())
     raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sparkserve.recipe_source import load_recipe
 from sparkserve.settings import Settings, load, parse_env
 
 ROOT = Path(__file__).parents[1]
@@ -55,6 +56,20 @@ def test_every_line_of_the_example_settings_is_a_setting(tmp_path: Path) -> None
     env_file = tmp_path / ".env"
     env_file.write_text(text)
     load(env_file, {}, {})
+
+
+DISK = re.compile(
+    r"about (\d+) GB of free disk for this recipe: (\d+) GB of weights, (\d+) GB [^,]+, (\d+) GB for the image"
+)
+
+
+def test_the_disk_that_the_readme_asks_for_is_the_recipes() -> None:
+    told = DISK.search((ROOT / "README.md").read_text())
+    assert told is not None
+    recipe = load_recipe(Settings().recipe)
+    weights = sum(one.expected_bytes for one in recipe.weights)
+    counted = (recipe.disk_bytes, weights, recipe.memory.first_start_disk_bytes, recipe.image.expected_bytes)
+    assert [int(figure) for figure in told.groups()] == [round(size / 1e9) for size in counted]
 
 
 @pytest.mark.parametrize(

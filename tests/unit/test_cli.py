@@ -15,6 +15,7 @@ from typer import Typer
 from sparkserve import cli, lifecycle
 from sparkserve.errors import EXIT_USAGE, SparkserveError
 from sparkserve.plan import Applied, ApplyReport, Change, Interrupted
+from sparkserve.settings import nearest_name
 from sparkserve.signals import Terminated
 from tests.unit.cases import read_rows, row_name
 
@@ -105,6 +106,8 @@ def test_a_key_that_is_there_is_kept_and_named(clean: Path, capsys: pytest.Captu
     kept.append(run_json(["key", "new", "--set", "--json"], capsys)["data"]["kept"])
     assert (kept, (clean / "api-key").read_text()) == ([False, True], text)
     assert (clean / ".env").read_text() == f"SPARKSERVE_API_KEY_FILE={clean / 'api-key'}\n"
+    assert cli._run(["key", "new", "--set"]) == 0
+    assert "it holds from the next `sparkserve start` on" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -253,6 +256,23 @@ def test_the_hint_of_an_error_names_the_settings_file(clean: Path, capsys: pytes
     (clean / "b.env").write_text("")
     found = run_json(["status", "-e", "b.env", "--json"], capsys)
     assert [error["hint"] for error in found["errors"]] == ["sparkserve init -e b.env"]
+
+
+@pytest.mark.parametrize(
+    ("words", "first"), [("up --recipe tensor", "tensorfold-1017"), ("doctor --explain kern", "kernel")]
+)
+def test_names_are_completed(monkeypatch: pytest.MonkeyPatch, words: str, first: str) -> None:
+    monkeypatch.setenv("_SPARKSERVE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"sparkserve {words}")
+    monkeypatch.setenv("COMP_CWORD", "3")
+    program = "import sys; sys.argv[0] = 'sparkserve'; from sparkserve.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[0] == first
+
+
+def test_what_is_nothing_like_a_name_suggests_none() -> None:
+    assert nearest_name("nosuch", ["source", "smoke"]) == ""
+    assert nearest_name("kernell", ["kernel"]) == "; did you mean kernel?"
 
 
 def test_a_bug_is_called_one_and_kept_in_a_log(

@@ -30,6 +30,8 @@ def say(process: subprocess.Popen[str], *numbers: signal.Signals) -> None:
     assert process.stdout.readline() == "under way\n"
     process.send_signal(numbers[0])
     assert process.stdout.readline() == "ending\n"
+    if numbers[0] == INT:
+        assert (process.stderr.readline(), process.stderr.readline()) == ("\n", "ending…\n")
     for number in numbers[1:]:
         process.send_signal(number)
         if number == INT:
