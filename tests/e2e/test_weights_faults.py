@@ -33,9 +33,10 @@ with open(path, "r+b") as file:
 os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 """
 # Waits for the first partial, then leaves 1 MiB free: at once, where writing the rest would race with the download.
+# The kernel refuses less than what has come to be there since it was counted.
 FILL = """
 until find "$1" -path "*/.sparkserve-partial/*" -type f | grep -q .; do sleep 0.05; done
-mount -o "remount,size=$(($(df --output=used --block-size=1K "$1" | tail -1) + 1024))k" "$1"
+until mount -o "remount,size=$(($(df --output=used --block-size=1K "$1" | tail -1) + 1024))k" "$1"; do :; done
 """
 CONTENT = {"host": "content"}
 # What may have become of a file, whose path is the last word of each command.
