@@ -12,6 +12,7 @@ import http.client
 import itertools
 import socket
 import ssl
+import struct
 import threading
 import time
 import urllib.request
@@ -97,6 +98,9 @@ class StopSign:
             for connection in self._watched:
                 if connection.sock is not None:
                     with contextlib.suppress(OSError):  # it may have been closed in this moment
+                        # Closed without lingering, it tells the server with a reset. Linux reads what had arrived at a
+                        # shut socket without asking for more, and so leaves a sender to wait a minute for room.
+                        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                         socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
 
 

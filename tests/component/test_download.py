@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
+import sys
+import termios
 import threading
 import time
 from dataclasses import replace
@@ -13,8 +16,9 @@ import pytest
 from sparkserve.download import download
 from sparkserve.errors import SparkserveError
 from sparkserve.hub_file import Hub as HubClient
+from sparkserve.hub_file import Source
 from sparkserve.plan import Cancelled
-from sparkserve.web import Limits, Stopped, StopSign, Turns
+from sparkserve.web import Exchange, Limits, Stopped, StopSign, Turns
 from tests.component.weights_stage import (
     FILE,
     QUICK,
@@ -253,6 +257,36 @@ def test_a_server_that_ignores_ranges_gives_the_file_in_one_stream(hub: Hub, rep
     hub.fault("ignore_range", match=CONTENT)
     work = fetch(client(hub), repo, path)
     assert any("ignores ranges" in note for note in work.notes)
+
+
+def wait_until_full(exchange: Exchange) -> None:
+    """Wait until no more bytes fit into the socket of an answer that nobody reads."""
+    seen = [0]
+
+    def unchanged() -> bool:
+        time.sleep(0.5)  # longer than the sender waits until it asks for room
+        assert exchange._connection.sock is not None
+        waiting = fcntl.ioctl(exchange._connection.sock.fileno(), termios.FIONREAD, bytes(4))
+        seen.append(int.from_bytes(waiting, sys.byteorder))
+        return 0 < seen[-1] == seen[-2]
+
+    wait_until(unchanged)
+
+
+def test_a_server_learns_at_once_that_an_answer_was_given_up(tmp_path: Path) -> None:
+    """A shut socket that is read to its end and closed leaves the sender waiting for room for a minute."""
+    size = 64 << 20  # more than any socket buffer holds
+    repo = make_bench_repo(tmp_path, [size])
+    with serving(repo.root) as hub:
+        shared, stop = client(hub), StopSign()
+        exchange, _ = Source(shared, wanted(repo, FILE), stop).open(0, size)
+        with exchange:
+            wait_until_full(exchange)
+            stop.raise_it()
+            while exchange.read_into(memoryview(bytearray(1 << 20))):
+                pass
+        shared.connections.close()
+        wait_until(lambda: all(entry["done"] for entry in hub.state.log.entries()), 10)
 
 
 def test_one_stream_survives_cuts(hub: Hub, repo: ModelRepo, path: Path) -> None:
