@@ -1,6 +1,7 @@
 """The lab by hand: `python -m tests.lab up | down | status | exec NODE -- COMMAND | shell NODE | run -- COMMAND`."""
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -28,8 +29,8 @@ def main() -> int:
     except LabError as error:
         print(f"lab: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as interrupt:
+        return 128 + (*interrupt.args, signal.SIGINT)[0]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -37,16 +37,27 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float) -> None
 
 @contextmanager
 def termination_raises() -> Iterator[None]:
-    """Let SIGTERM unwind the stack like an interrupt does, so that what was made is taken down."""
+    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that what was made is taken down.
 
-    def leave(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
+    It is KeyboardInterrupt, with the number, since pytest takes every other exception for one failed test and goes on.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as nohup does
+            signal.signal(number, _leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            if handler is not _leave:  # else what is around this one still has to be taken down
+                signal.signal(number, handler)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    # A closed terminal sends its signal twice, through the kernel and through the shell.
+    for one in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, signal.SIG_IGN)
+    raise KeyboardInterrupt(number)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,14 @@ from tests.lab.nodes import Lab
 pytestmark = pytest.mark.faults
 
 CHECKOUT = Path(__file__).parents[2]
+ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+# Whoever runs the tests may have been started by nohup, and children inherit what it ignores.
+PROGRAM = """
+import pathlib, signal, sys, time
+from tests.lab.nodes import Lab
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+lab = Lab.for_checkout(pathlib.Path(sys.argv[1]))
+"""
 
 
 @pytest.fixture
@@ -97,10 +105,9 @@ def test_an_up_that_is_killed_half_way_leaves_nothing_and_can_be_repeated(second
     assert second.worker.docker("ps", "--quiet") == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", ENDING)
 def test_an_up_that_is_interrupted_takes_down_what_it_made(second: Lab, number: int) -> None:
-    program = "import sys, pathlib; from tests.lab.nodes import Lab; Lab.for_checkout(pathlib.Path(sys.argv[1])).up()"
-    argv = [sys.executable, "-c", program, str(second.checkout)]
+    argv = [sys.executable, "-c", PROGRAM + "lab.up()", str(second.checkout)]
     with subprocess.Popen(argv, cwd=CHECKOUT, stderr=subprocess.DEVNULL) as starting:
         wait_until((second.folder / "state.json").exists, "state.json", 60)
         os.kill(starting.pid, number)
@@ -109,18 +116,15 @@ def test_an_up_that_is_interrupted_takes_down_what_it_made(second: Lab, number: 
     wait_until(lambda: traces(second) == [], "end of all traces", 60)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", ENDING)
 def test_a_run_that_is_interrupted_leaves_no_container(second: Lab, number: int) -> None:
-    program = """if True:
-        import pathlib, sys, time
-        from tests.lab.nodes import Lab
-        lab = Lab.for_checkout(pathlib.Path(sys.argv[1]))
-        with lab.session():
-            lab.head.docker("run", "--detach", "--init", lab.registry_reference, "sleep", "300")
-            print(*(node.pid for node in lab.nodes), flush=True)
-            time.sleep(60)
-    """
-    argv = [sys.executable, "-c", program, str(second.checkout)]
+    program = """
+with lab.session():
+    lab.head.docker("run", "--detach", "--init", lab.registry_reference, "sleep", "300")
+    print(*(node.pid for node in lab.nodes), flush=True)
+    time.sleep(60)
+"""
+    argv = [sys.executable, "-c", PROGRAM + program, str(second.checkout)]
     with subprocess.Popen(argv, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as running:
         assert running.stdout is not None
         namespaces = {Path(f"/proc/{pid}/ns/net").readlink() for pid in running.stdout.readline().decode().split()}
