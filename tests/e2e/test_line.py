@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.refusal import EVERYWHERE, connections, look
+from tests.e2e.refusal import EVERYWHERE, LOCK, connections, look
 from tests.lab.pair import TOKEN, Pair
 
 pytestmark = pytest.mark.lab
@@ -24,6 +24,19 @@ def first(shared_pair: Pair) -> dict[str, Any]:
     answer = shared_pair.ask("up")
     assert answer["exit_code"] == 0, answer
     return answer
+
+
+def test_a_dry_run_on_a_pair_that_has_nothing_resolves_in_memory_and_touches_nothing(shared_pair: Pair) -> None:
+    """This one comes before `first`, which has to make all that is gone here."""
+    shared_pair.reset()
+    shared_pair.forget_everything()
+    before = look(shared_pair, EVERYWHERE)
+    answer = shared_pair.ask("up", "--dry-run")
+    assert answer["exit_code"] == 0, answer["errors"]
+    steps = {change["step"] for change in answer["data"]["changes"]}
+    assert [step for step in STEPS if step not in steps] == []
+    assert look(shared_pair, EVERYWHERE) == before
+    assert not (shared_pair.head.root / LOCK[1:]).exists()
 
 
 def test_up_does_every_step_with_a_proof(first: dict[str, Any]) -> None:
