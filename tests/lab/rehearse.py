@@ -18,26 +18,52 @@ from rich.text import Text
 from tests.lab import vllm
 from tests.lab.pair import Pair, paired
 
-# The engine that the lab starts, and what it needs beyond the lab itself.
-ENGINES: Mapping[str, Callable[[Pair], None]] = {"": lambda _pair: None, "vllm": vllm.furnish}
-# What an owner types, WORKER being the address, and the exit code that is right at that point.
-LINE = (
-    (("doctor", "WORKER"), 0),
-    (("init", "WORKER", "--yes", "--force"), 0),
-    (("link",), 0),
-    (("config",), 0),
-    (("lock",), 0),
-    (("up", "--dry-run"), 0),
-    (("up",), 0),
-    (("up",), 0),
-    (("status",), 0),
-    (("verify",), 0),
-    (("connect",), 0),
-    (("logs", "--rank", "0", "--grep", "ready|serving|startup complete"), 0),
-    (("stop",), 0),
-    (("status",), 5),
-    (("stop",), 0),
+
+@dataclass(frozen=True)
+class Typed:
+    """What an owner types (WORKER being the address), the exit code that is right there, and what it has to show.
+
+    That is steps of its tables, "verify" for the table of proofs, or the word with which its first line begins.
+    """
+
+    words: tuple[str, ...]
+    code: int = 0
+    shows: tuple[str, ...] = ()
+
+
+MADE = ("download", "sync", "template", "build", "ship", "tune", "start", "verify")
+FROM_NOTHING = (
+    Typed(("doctor", "WORKER")),
+    Typed(("init", "WORKER", "--yes", "--force")),
+    Typed(("link",)),
+    Typed(("config",)),
+    Typed(("lock",)),
+    Typed(("up", "--dry-run")),
+    Typed(("up",), shows=MADE),
+    Typed(("up",), shows=("No changes", "verify")),
+    Typed(("status",), shows=("running",)),
+    Typed(("verify",), shows=("verify",)),
+    Typed(("connect",)),
 )
+# Not of sparkserve: typed on the worker.
+KILL = ("docker", "kill", "sparkserve-rank1")
+A_DEATH = (
+    Typed(KILL),
+    Typed(("status",), 5, shows=("degraded",)),
+    Typed(("start",), shows=("start",)),
+    Typed(("status",), shows=("running",)),
+)
+TO_NOTHING = (
+    Typed(("logs", "--rank", "0", "--grep", "ready|serving|startup complete")),
+    Typed(("stop",), shows=("stop",)),
+    Typed(("status",), 5, shows=("stopped",)),
+    Typed(("stop",), shows=("nothing of ours was running",)),
+)
+# The engine that the lab starts: what it needs beyond the lab itself, and what is typed.
+ENGINES: Mapping[str, tuple[Callable[[Pair], None], tuple[Typed, ...]]] = {
+    "": (lambda _pair: None, (*FROM_NOTHING, *TO_NOTHING)),
+    "vllm": (vllm.furnish, (*FROM_NOTHING, *A_DEATH, *TO_NOTHING)),
+}
 # What changes something shows it in tables with these headings.
 SUMMARY = ("step", "node", "proof", "time")
 PROOFS = ("proof", "verdict", "observed", "needed", "time")
@@ -70,10 +96,11 @@ def main() -> int:
         return 2
     begun = time.monotonic()
     rows: list[Row] = []
+    furnish, line = ENGINES[engine]
     with paired() as pair:
-        ENGINES[engine](pair)
+        furnish(pair)
         rows.append(Row("lab", "both", _describe_lab(pair), time.monotonic() - begun))
-        good = all(_rehearse(pair, words, wanted, rows) for words, wanted in LINE)
+        good = all(_rehearse(pair, typed, rows) for typed in line)
     rows.append(Row("lab", "both", "taken down", 0.0))
     _show(rows, time.monotonic() - begun)
     return 0 if good else 1
@@ -84,23 +111,46 @@ def _describe_lab(pair: Pair) -> str:
     return f"{head.hostname} and {worker.hostname}, link {head.link_address} to {worker.link_address}"
 
 
-def _rehearse(pair: Pair, words: tuple[str, ...], wanted: int, rows: list[Row]) -> bool:
-    print(f"\n$ sparkserve {' '.join(words)}", flush=True)
+def _rehearse(pair: Pair, typed: Typed, rows: list[Row]) -> bool:
+    if typed.words == KILL:
+        return _kill(pair, rows)
+    words, step = typed.words, " ".join(typed.words)
+    print(f"\n$ sparkserve {step}", flush=True)
     begun, lines = time.monotonic(), []
-    typed = [word.replace("WORKER", pair.worker.management_address) for word in words]
-    with pair.head.popen(pair.command(*typed), stdout=subprocess.PIPE, stderr=sys.stderr) as process:
+    argv = pair.command(*(word.replace("WORKER", pair.worker.management_address) for word in words))
+    with pair.head.popen(argv, stdout=subprocess.PIPE, stderr=sys.stderr) as process:
         for line in process.stdout or ():
             print(line.decode(), end="", flush=True)
             lines.append(line.decode().rstrip("\n"))
         code = process.wait(timeout=900)
     seconds = time.monotonic() - begun
-    if code != wanted:
-        rows.append(Row(" ".join(words), "both", f"exit code {code} where {wanted} is right", seconds))
+    if code != typed.code:
+        rows.append(Row(step, "both", f"exit code {code} where {typed.code} is right", seconds))
     elif look := LOOKS.get(words[0]):
-        rows.append(Row(" ".join(words), "both", look(pair.ask(*words)["data"]), seconds))
+        rows.append(Row(step, "both", look(pair.ask(*words)["data"]), seconds))
     else:
         rows += _proofs(words, lines, seconds)
-    return code == wanted
+    missing = [
+        Row(wanted, "both", f"not shown by {step}", seconds) for wanted in typed.shows if not shows(lines, wanted)
+    ]
+    rows += missing
+    return code == typed.code and not missing
+
+
+def _kill(pair: Pair, rows: list[Row]) -> bool:
+    print(f"\nworker$ {' '.join(KILL)}", flush=True)
+    begun = time.monotonic()
+    killed = pair.worker.docker(*KILL[1:]).strip()
+    rows.append(Row(" ".join(KILL), "worker", f"{killed} killed", time.monotonic() - begun))
+    return True
+
+
+def shows(lines: list[str], wanted: str) -> bool:
+    """Tell whether a command showed a step in its tables, or the words with which its first line begins."""
+    steps = {row[0] for row in read_table(lines, *SUMMARY)}
+    if wanted == "verify":
+        return bool(read_table(lines, *PROOFS))
+    return wanted in steps or lines[:1] == [wanted] or "".join(lines[:1]).startswith(f"{wanted}:")
 
 
 def _proofs(words: tuple[str, ...], lines: list[str], seconds: float) -> list[Row]:
