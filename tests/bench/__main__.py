@@ -29,14 +29,16 @@ def main(words: list[str] | None = None, results: Path = RESULTS) -> int:
 
 
 def report(measured: Mapping[str, Iterable[Figure]], results: Path) -> int:
-    """Print each figure as it comes and write all of them; fail when one is short."""
+    """Print each figure as it comes and write all of them, also when one cannot be had; fail when one is short."""
     rows = []
-    for group, figures in measured.items():
-        for figure in figures:
-            print(figure.line(), flush=True)
-            rows.append({"group": group, **asdict(figure), "verdict": figure.verdict})
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(json.dumps({"schema": 1, "figures": rows}, indent=2) + "\n")
+    try:
+        for group, figures in measured.items():
+            for figure in figures:
+                print(figure.line(), flush=True)
+                rows.append({"group": group, **asdict(figure), "verdict": figure.verdict})
+    finally:
+        results.parent.mkdir(parents=True, exist_ok=True)
+        results.write_text(json.dumps({"schema": 1, "figures": rows}, indent=2) + "\n")
     return 1 if any(row["verdict"] == "short" for row in rows) else 0
 
 

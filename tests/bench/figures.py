@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -36,6 +36,14 @@ class Figure:
         """Write the figure as the one line that people and programs read."""
         value = "n/a" if self.value is None else f"{self.value:.4g}"
         return f"figure {self.name} {value} {self.unit} limit {self.limit:.4g} {self.verdict}"
+
+
+def connections(name: str, counts: Iterable[int]) -> Figure:
+    """Tell how many logins at the worker a command made at most: one is right, and without any it did not look."""
+    seen = list(counts)
+    if 0 in seen:
+        raise RuntimeError(f"{name}: without any login, one by one {seen}")
+    return Figure(name, max(seen), "connections", 1)
 
 
 def median_seconds(action: Callable[[], object], runs: int) -> float:

@@ -29,13 +29,17 @@ TOKENS_PER_SECOND = 100
 def percent_lost(
     pair: Pair, beside: Callable[[], AbstractContextManager[object]], served: Served = OURS, rounds: int = 3
 ) -> float:
-    """Stream with and without `beside` going on, by turns; gives the percentage of tokens per second that is lost."""
-    alone, disturbed = [], []
+    """Stream with and without `beside` going on, by turns; gives the percentage of tokens per second that is lost.
+
+    It is the median of what each pair loses, so that a machine whose speed changes on the way counts for little.
+    """
+    lost = []
     for _ in range(rounds):
-        alone.append(_stream_rate(pair, served))
+        alone = _stream_rate(pair, served)
         with beside():
-            disturbed.append(_stream_rate(pair, served))
-    return max(100 * (1 - statistics.median(disturbed) / statistics.median(alone)), 0.0)
+            disturbed = _stream_rate(pair, served)
+        lost.append(100 * (1 - disturbed / alone))
+    return max(statistics.median(lost), 0.0)
 
 
 def _stream_rate(pair: Pair, served: Served, tokens: int = 800) -> float:

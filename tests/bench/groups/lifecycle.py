@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tests.bench import peer
-from tests.bench.figures import Figure
+from tests.bench.figures import Figure, connections
 from tests.bench.stream import OURS, TOKENS_PER_SECOND, percent_lost
 from tests.e2e.watching import watching
 from tests.lab.node import LabNode
@@ -68,8 +68,7 @@ def _connections(pair: Pair) -> Figure:
         _succeed(pair, command)
         return len(pair.logins()) - before
 
-    most = max(of(command) for command in ("status", "diagnose", "stop", "start"))
-    return Figure("control_connections", most, "connections", 1)
+    return connections("control_connections", map(of, ("status", "diagnose", "stop", "start")))
 
 
 def _start_over_docker(pair: Pair) -> Figure:
