@@ -1,6 +1,7 @@
 """Make the lab's model repositories: the real layout, real safetensors files, any size.
 
-`python -m tests.lab.model_repo DIR` makes the default set and prints each repository's commit as JSON.
+`python -m tests.lab.model_repo DIR` makes the default set, about 60 MB, and prints each repository's commit as JSON;
+`--total-bytes` gives it another size.
 """
 
 import argparse
@@ -19,6 +20,7 @@ MODEL_NAME = "LibertAIDAI/DeepSeek-V4.1-Flash-1017-EXL3-2.9bpw"
 ENGRAM_NAME = "deepseek-ai/DeepSeek-V4.1-Flash-1017"
 TEMPLATE_NAME = "lab/chat-template"
 BENCH_NAME = "lab/bench"
+TOTAL_BYTES = 60_000_000
 MODEL_SHARDS = 39
 ENGRAM_SHARDS = 48
 ENGRAM_LAYERS = {47: 1, 48: 14}
@@ -118,9 +120,10 @@ def make_bench_repo(root: Path, sizes: Sequence[int], *, name: str = BENCH_NAME)
     return _make(root, name, {"sizes": list(sizes)}, fill)
 
 
-def make_all(root: Path) -> dict[str, str]:
-    """Make the default set; return each repository's commit."""
-    made = (make_model_repo(root), make_engram_repo(root), make_template_repo(root))
+def make_all(root: Path, total_bytes: int = TOTAL_BYTES) -> dict[str, str]:
+    """Make the default set, two thirds of it the quantised model; return each repository's commit."""
+    model = make_model_repo(root, total_bytes=total_bytes * 2 // 3)
+    made = (model, make_engram_repo(root, total_bytes=total_bytes // 3), make_template_repo(root))
     return {repo.name: repo.head for repo in made}
 
 
@@ -187,7 +190,9 @@ def main() -> None:
     """Make the default set below the directory that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
-    json.dump(make_all(parser.parse_args().directory), sys.stdout, indent=2)
+    parser.add_argument("--total-bytes", type=int, default=TOTAL_BYTES, help="size of both models together")
+    order = parser.parse_args()
+    json.dump(make_all(order.directory, order.total_bytes), sys.stdout, indent=2)
     sys.stdout.write("\n")
 
 

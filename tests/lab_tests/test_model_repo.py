@@ -115,6 +115,15 @@ def test_command_prints_commits(repos: Path, tmp_path: Path) -> None:
     assert json.loads(printed)[MODEL_NAME] == ModelRepo(repos, MODEL_NAME).head
 
 
+@pytest.mark.parametrize("total", [3_000_000, 90_000_000])
+def test_command_makes_as_much_as_it_is_told(tmp_path: Path, total: int) -> None:
+    command = [sys.executable, "-m", "tests.lab.model_repo", str(tmp_path), f"--total-bytes={total}"]
+    subprocess.run(command, check=True, capture_output=True)
+    made = [ModelRepo(tmp_path, name) for name in (MODEL_NAME, ENGRAM_NAME)]
+    size = sum(entry.size for repo in made for entry in repo.entries(repo.head).values())
+    assert abs(size - total) < 800_000
+
+
 def render(repos: Path, **context: Any) -> str:
     """Render the template as an engine would."""
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
