@@ -12,6 +12,8 @@ lab_commands := dockerd=docker.io sshd=openssh-server ssh=openssh-client rsync=r
   ping=iputils-ping debootstrap=debootstrap docker-registry=docker-registry sudo=sudo git=git sysctl=procps \
   nsenter=util-linux openssl=openssl curl=curl /usr/bin/python3=python3
 
+again = $(if $(ENGINE), ENGINE=$(ENGINE))$(if $(ONLY), ONLY='$(ONLY)')
+
 # A run that ends hard (a test that hangs, a second Ctrl-C) cannot take its lab down itself. Without a lab it does nothing.
 then_down = trap '$(python) -m tests.lab down' EXIT;
 
@@ -47,9 +49,10 @@ wheels: $(installed) ## Ask the package index whether a Spark gets a wheel of ev
 clean: ## Take the lab down; remove .venv, .lab, .bench and caches
 	@.ci/clean.sh
 
+# Whoever is not root hears of the packages, too, before being sent to sudo.
 lab-ready:
-	@((EUID == 0)) || { echo "the lab makes network namespaces and needs root: sudo make $(MAKECMDGOALS)" >&2; exit 1; }
-	@.ci/debian_packages.sh $(lab_commands)
+	@.ci/debian_packages.sh $(lab_commands) || code=$$?; ((EUID == 0)) || { code=1; \
+	  echo "the lab makes network namespaces and needs root: sudo make $(MAKECMDGOALS)$(again)" >&2; }; exit $${code:-0}
 	@compgen -G '/var/lib/apt/lists/*_Packages*' >/dev/null || apt-get update --quiet=2
 
 $(installed): pyproject.toml .ci/requirements.lock .ci/make_venv.sh
