@@ -14,8 +14,8 @@ lab_commands := dockerd=docker.io sshd=openssh-server ssh=openssh-client rsync=r
 
 again = $(if $(ENGINE), ENGINE=$(ENGINE))$(if $(ONLY), ONLY='$(ONLY)')
 
-# A run that ends hard (a test that hangs, a second Ctrl-C) cannot take its lab down itself. Without a lab it does nothing.
-then_down = trap '$(python) -m tests.lab down' EXIT;
+# A run that ends hard (a test that hangs, a second Ctrl-C) cannot take its lab down itself.
+guard = $(python) -m tests.lab guard --
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s  %s\n", $$1, $$2 }' Makefile
@@ -27,21 +27,21 @@ check: $(installed) ## Format, lint, types, and that generated documents agree w
 	$(python) docs/generate.py --check
 
 test: lab-ready $(installed) ## Everything except the faults: unit, component, one pass of the line on the lab
-	$(then_down) $(python) -m pytest -m "not faults and not vllm"
+	$(guard) $(python) -m pytest -m "not faults and not vllm"
 
 test-all: lab-ready $(installed) ## All that `make test` runs, and every fault on the lab, in one run
-	$(then_down) $(python) -m pytest -m "not vllm"
+	$(guard) $(python) -m pytest -m "not vllm"
 
 test-vllm: lab-ready $(installed) ## Real vLLM over the two nodes of the lab, on their processors, in at most 12 minutes; prints its figures
-	$(then_down) timeout --foreground --signal INT 720 $(python) -m pytest -m vllm --durations=0 --durations-min=5 -rP
+	$(guard) timeout --foreground --signal INT 720 $(python) -m pytest -m vllm --durations=0 --durations-min=5 -rP
 
 rehearse: lab-ready $(installed) ## The whole line, up to verify and stop, on the lab; ENGINE=vllm takes real vLLM
-	$(then_down) $(python) -m tests.lab.rehearse $(ENGINE)
+	$(guard) $(python) -m tests.lab.rehearse $(ENGINE)
 
 # The figures of the command line alone need no lab.
 bench_lab := $(if $(filter-out cli,$(or $(ONLY),all)),lab-ready)
 bench: $(installed) $(bench_lab) ## Figures and their limits; ONLY="cli" takes some
-	$(if $(bench_lab),$(then_down)) $(python) -m tests.bench $(ONLY)
+	$(if $(bench_lab),$(guard)) $(python) -m tests.bench $(ONLY)
 
 wheels: $(installed) ## Ask the package index whether a Spark gets a wheel of every pinned dependency
 	@.ci/aarch64_wheels.sh

@@ -30,7 +30,7 @@ def main() -> int:
         print(f"lab: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupt:
-        return 128 + (*interrupt.args, signal.SIGINT)[0]
+        return 128 + int((*interrupt.args, signal.SIGINT)[0])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,7 +48,8 @@ def _parser() -> argparse.ArgumentParser:
         verbs.choices[verb].add_argument("node", choices=("head", "worker"))
         verbs.choices[verb].add_argument("--user", default=LabNode.user)
     verbs.add_parser("run", help="bring the lab up, run a command on the machine, take the lab down")
-    for verb in ("exec", "run"):
+    verbs.add_parser("guard", help="run a command that makes the lab itself, take down what it leaves")
+    for verb in ("exec", "run", "guard"):
         verbs.choices[verb].add_argument("command", nargs="+", metavar="COMMAND")
     return parser
 
@@ -66,11 +67,25 @@ def _carry_out(lab: Lab, arguments: argparse.Namespace) -> int:
         case "run":
             with lab.session():
                 return subprocess.run(arguments.command, check=False).returncode
+        case "guard":
+            return guard(lab, arguments.command)
         case "shell":
             return _inside(lab, arguments, ["script", "--quiet", "--command", "bash --login", "/dev/null"])
         case "exec":
             return _inside(lab, arguments, arguments.command)
     return 0
+
+
+def guard(lab: Lab, argv: list[str]) -> int:
+    """Run a command, and take down the lab that it cannot take down itself: it hung, or Ctrl-C came twice."""
+    signal.signal(signal.SIGINT, lambda *_: None)  # the terminal gives it to the command, too
+    with subprocess.Popen(argv) as command:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: command.send_signal(number))
+        code = command.wait()
+    lab.down()
+    return code if code >= 0 else 128 - code
 
 
 def _play() -> None:

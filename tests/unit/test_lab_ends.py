@@ -94,28 +94,65 @@ assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert done.returncode == 0, done.stderr
 
 
-PYTHON = """#!/bin/sh
-echo "$*" >>calls
-case "$*" in *"tests.lab down") exit 0 ;; esac
-echo 'the closing line'
-kill -%s $$
+GUARD = """
+from tests.lab.__main__ import guard
+
+class Lab:
+    def down(self):
+        assert pathlib.Path("ended").exists() == (sys.argv[1] == "unwinds")
+        os.kill(os.getpid(), signal.SIGINT)  # nor does Ctrl-C end the taking down
+        pathlib.Path("down").touch()
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+sys.exit(guard(Lab(), [sys.executable, "-c", *sys.argv[2:]]))
+"""
+UNWINDS = """
+with termination_raises():
+    try:
+        print("runs", flush=True)
+        signal.pause()
+    finally:
+        pathlib.Path("ended").touch()
 """
 
 
-@pytest.mark.parametrize("target", ["test", "test-all", "test-vllm", "rehearse", "bench"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_make_takes_the_lab_down_behind_a_run_that_ended_hard(tmp_path: Path, target: str, number: int) -> None:
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ("print('the closing line')", 0),
+        ("print('the closing line'); raise SystemExit(5)", 5),
+        ("import os; print('the closing line', flush=True); os.kill(os.getpid(), 9)", 137),
+        ("import faulthandler, time; faulthandler.dump_traceback_later(0.1, exit=True); time.sleep(60)", 1),
+    ],
+)
+def test_what_is_guarded_keeps_its_exit_code_and_its_last_line(tmp_path: Path, program: str, code: int) -> None:
+    done = run(tmp_path, "-c", RUN + GUARD, "any", program)
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "down").exists()
+    assert done.stdout in ("the closing line\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_what_is_guarded_and_it_unwinds_first(tmp_path: Path, number: int) -> None:
+    argv = [sys.executable, "-c", RUN + GUARD, "unwinds", RUN + UNWINDS]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(argv, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as guard:
+        assert guard.stdout is not None
+        assert guard.stdout.readline() == b"runs\n"
+        guard.send_signal(number)
+        _, said = guard.communicate(timeout=30)
+    assert (tmp_path / "down").exists(), said.decode()
+    assert guard.returncode == 130
+
+
+@pytest.mark.parametrize(
+    ("target", "is_guarded"),
+    [*((name, True) for name in ("test", "test-all", "test-vllm", "rehearse", "bench")), ("bench ONLY=cli", False)],
+)
+def test_every_target_that_uses_the_lab_is_guarded(tmp_path: Path, target: str, is_guarded: bool) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
-    python = tmp_path / "python"
-    python.write_text(PYTHON % int(number))
-    python.chmod(0o755)
-    made = ["make", "--no-print-directory", "-o", "lab-ready", "-o", "ready", "installed=ready", "python=./python"]
+    made = ["make", "--dry-run", "-o", "lab-ready", "-o", "ready", "installed=ready", "python=PYTHON", *target.split()]
     environment = {"PATH": os.environ["PATH"]}  # nothing of a make that runs these tests
-    done = subprocess.run(
-        [*made, target], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=30
-    )
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert len(calls) == 2, calls
-    assert calls[1] == "-m tests.lab down"
-    assert done.returncode != 0
-    assert done.stdout.splitlines()[-1] == "the closing line"
+    shown = subprocess.run(made, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    assert shown.strip().startswith("PYTHON -m tests.lab guard -- ") == is_guarded
+    assert len(shown.splitlines()) == 1
