@@ -152,7 +152,11 @@ def recipes() -> str:
         "A recipe is a directory with a `recipe.toml` and the files that it names. It says all about a model and its"
         ' engine; a new one needs no Python. `extends = "NAME"` takes another recipe and replaces single keys.',
         "`SPARKSERVE_RECIPE` or `--recipe` takes the name of a shipped recipe, the path of a directory, or the git"
-        " address of a recipe that `sparkserve recipes add` fetched and showed you: `git+https://…@COMMIT#DIRECTORY`.",
+        " address of a recipe that `sparkserve recipes add` fetched and showed you: `git+https://…@COMMIT#DIRECTORY`."
+        " Such a recipe may mount only `${cache}/ranks/NAME`, `maps/NAME` and `code/NAME`, where NAME is a word or"
+        " `${weights.id}`, `${image.id}`, `${rank}`; have devices of `/dev/infiniband` and `/dev/dri`, and an engine"
+        " from http(s); and set a few settings of memory. For more, copy it to a directory, look at it, and name its"
+        " path.",
         "To make one: `sparkserve recipes new DIR` writes a commented start, `sparkserve recipes check DIR` proves it"
         " without hardware, and `sparkserve plan --recipe DIR` shows the exact commands of both ranks.",
         "A `sparkserve.lock.json` in the directory makes the recipe whole: then no source has to be looked up.",
