@@ -172,7 +172,8 @@ def recipes() -> str:
         " no switch may add to it, and `SPARKSERVE_EXTRA_ARGS` are refused, since they would be the shell's own. Put"
         " `exec` in front of the engine's program, so that it gets the signals of a stop.",
         "**Flags of yours and ours.** An extra argument that sets a flag which the recipe gives is refused, also by its"
-        " beginning (`--cont`) or with its value joined (`-c9`). Name other spellings of the same flag in"
+        " beginning (`--cont`), with its value joined (`-c9`), in part (`--config.key`) or the other way round (`--no-x`"
+        " for `--x`). Name other spellings of the same flag in"
         " `launch.owned`. A parameter that no argument names would be ignored: `recipes check` finds it.",
     ]
     for model, key in _models(Recipe, ""):
