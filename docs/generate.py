@@ -33,6 +33,7 @@ RECIPES_END = "<!-- END RECIPES -->"
 NOT_RECIPES = {
     "NVIDIA forum: PLI Labs, Engram and drafter on an x86 host": "a third host, and files that are not published",
     "NVIDIA forum: HeNryous, EXL3 2.75 bpw": "neither files nor image have a published pin",
+    "NVIDIA forum, 24 October 2026: vLLM": "the earlier image has no digest; `vllm-1017` adds two flags to it",
     "bertholomus: Zig engine, v0.6": "another program for rank 1, and a kernel kit of its own",
 }
 REQUIRED = ("worker", "head_link", "worker_link")
@@ -172,9 +173,9 @@ def recipes() -> str:
         " no switch may add to it, and `SPARKSERVE_EXTRA_ARGS` are refused, since they would be the shell's own. Put"
         " `exec` in front of the engine's program, so that it gets the signals of a stop.",
         "**Flags of yours and ours.** An extra argument that sets a flag which the recipe gives is refused, also by its"
-        " beginning (`--cont`), with its value joined (`-c9`), in part (`--config.key`) or the other way round (`--no-x`"
-        " for `--x`). Name other spellings of the same flag in"
-        " `launch.owned`. A parameter that no argument names would be ignored: `recipes check` finds it.",
+        " beginning (`--cont`), with its value joined (`-c9`), in part (`--config.key`) or the other way round"
+        " (`--no-x` for `--x`). Name other spellings of the same flag in `launch.owned`. A parameter that no argument"
+        " names would be ignored: `recipes check` finds it.",
     ]
     for model, key in _models(Recipe, ""):
         rows = [
