@@ -179,7 +179,7 @@ def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(json.loads(capsys.readouterr().out)["data"]["recipes"]) == len(shipped_names())
     assert cli._run(["recipes", "show", "tensorfold-1017-bf16-overrides"]) == 0
     shown = capsys.readouterr().out
-    for text in ("not proven on Sparks", "warning: experimental", "uncensored", "108 GiB", "api 8888", "rank1: /opt"):
+    for text in ("not proven on Sparks", "warning: experimental", "uncensored", "110.3 GiB", "api 8888", "rank1: /opt"):
         assert text in shown
     assert cli._run(["recipes", "show", "tensorfold-1016"]) == 2
     assert "did you mean" in capsys.readouterr().err
