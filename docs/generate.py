@@ -156,8 +156,8 @@ def recipes() -> str:
         " address of a recipe that `sparkserve recipes add` fetched and showed you: `git+https://…@COMMIT#DIRECTORY`."
         " Such a recipe may mount only `${cache}/ranks/NAME`, `maps/NAME` and `code/NAME`, where NAME is a word or"
         " `${weights.id}`, `${image.id}`, `${rank}`; have devices of `/dev/infiniband` and `/dev/dri`, and an engine"
-        " from http(s); and set a few settings of memory. For more, copy it to a directory, look at it, and name its"
-        " path.",
+        " from http(s); set a few settings of memory; and hold no character that a terminal does not show. For more,"
+        " copy it to a directory, look at it, and name its path.",
         "To make one: `sparkserve recipes new DIR` writes a commented start, `sparkserve recipes check DIR` proves it"
         " without hardware, and `sparkserve plan --recipe DIR` shows the exact commands of both ranks.",
         "A `sparkserve.lock.json` in the directory makes the recipe whole: then no source has to be looked up.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,7 +115,7 @@ def _load(found: GitRecipe) -> Recipe:
     inside = (found.checkout.resolve(), (templates_dir() / "recipes").resolve())
     outside = [path for path in recipe.directories if not any(path.resolve().is_relative_to(root) for root in inside)]
     problems = [f"extends {path}, outside of its repository" for path in outside]
-    problems += [*_reached_by_containers(recipe), *_reached_beside_containers(recipe)]
+    problems += [*_reached_by_containers(recipe), *_reached_beside_containers(recipe), *_hidden(recipe)]
     if problems:
         message = f"the recipe {found.address} {'; '.join(problems)}"
         raise usage_error("recipe_reaches_out", message, "copy it to a directory, look at it, and name its path")
@@ -138,3 +138,22 @@ def _reached_beside_containers(recipe: Recipe) -> Iterator[str]:
     if files and (not files.startswith("${cache}/") or ".." in files):
         yield f"looks for {files} on the node"
     yield from (f"sets {name}" for name in recipe.tuning.sysctl if name not in _SYSCTLS)
+
+
+def _hidden(recipe: Recipe) -> Iterator[str]:
+    """List what a terminal would obey and not show, and so could hide other lines from the owner who is asked."""
+    name = recipe.image.dockerfile
+    texts = [*_texts(recipe.model_dump()), recipe.file(name).decode(errors="replace") if name else ""]
+    hidden = sorted({character for text in texts for character in text if not character.isprintable()} - {"\n", "\t"})
+    if hidden:
+        yield f"holds the character {hidden[0]!a}, which a terminal does not show"
+
+
+def _texts(data: object) -> Iterator[str]:
+    if isinstance(data, Mapping):
+        data = [*data.items()]
+    if isinstance(data, (list, tuple)):
+        for item in data:
+            yield from _texts(item)
+    elif isinstance(data, str):
+        yield data

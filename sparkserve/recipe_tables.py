@@ -86,12 +86,7 @@ def reach_view(recipe: Recipe, drawn: Blueprint) -> list[str]:
     name, sysctls = recipe.image.dockerfile, recipe.tuning.sysctl
     lines = [f"# {name}", recipe.file(name).decode(errors="replace")] if name else []
     lines += [f"# sysctl {key} = {value}, on both nodes" for key, value in sysctls.items()]
-    return [_visible(text) for text in (*blueprint_view(drawn, recipe), "\n".join(lines))]
-
-
-def _visible(text: str) -> str:
-    """Write out what a terminal would obey, lest a line hide another one from its reader."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return [*blueprint_view(drawn, recipe), "\n".join(lines)]
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:

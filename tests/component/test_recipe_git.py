@@ -172,16 +172,24 @@ def test_the_form_of_every_shipped_recipe_is_taken(tmp_path: Path, environment: 
         assert recipe_git.fetch(address, tmp_path / "state").name == "theirs"
 
 
+@pytest.mark.parametrize(
+    ("toml", "dockerfile"),
+    [
+        ('title = "a \\u001b[8m"\n', ""),
+        ('[launch.env]\n"A\\u001b[2K" = "x"\n', ""),
+        ("", "ARG BASE\nFROM ${BASE}\nRUN a \x1b[1A\x1b[2K# nothing\n"),
+        ("", "ARG BASE\nFROM ${BASE}\nRUN a # \u202e b\n"),
+    ],
+)
 def test_nothing_hides_from_the_reader_in_a_terminal(
-    tmp_path: Path, environment: dict[str, str], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, environment: dict[str, str], toml: str, dockerfile: str
 ) -> None:
-    toml = BUILT + '[launch.env]\nA = "x\\u001b[2Ky"\n'
-    address = publish(tmp_path, RECIPE + toml, "ARG BASE\nFROM ${BASE}\nRUN a \x1b[1A\x1b[2K\u202e# nothing\tb\n")
-    assert cli._run(["recipes", "add", address, "--yes"]) == 0
-    shown = capsys.readouterr().out
-    assert not [character for character in shown if not character.isprintable() and character not in "\n\t"]
-    assert r"RUN a \x1b[1A\x1b[2K\u202e# nothing" in shown
-    assert r"--env=A=x\x1b[2Ky" in shown
+    address = publish(tmp_path, RECIPE + toml + (BUILT if dockerfile else ""), dockerfile)
+    with pytest.raises(SparkserveError) as caught:
+        recipe_git.fetch(address, tmp_path / "state")
+    assert caught.value.code == "recipe_reaches_out"
+    assert "which a terminal does not show" in caught.value.message
+    assert caught.value.message.isprintable()
 
 
 def test_files_that_cannot_be_written_are_told(tmp_path: Path) -> None:
