@@ -143,7 +143,7 @@ class Image(Data):
             raise ValueError("either `dockerfile` or `reference`: an empty text takes an inherited one away")
         if bool(self.engine_repository) != bool(self.engine_revision):
             raise ValueError("`engine_repository` and `engine_revision` go together")
-        pinned = r"(\w[^@\s]*@)?sha256:[0-9a-f]{64}"  # what begins with - would be an option of docker's
+        pinned = r"([^-@\s][^@\s]*@)?sha256:[0-9a-f]{64}"  # what begins with - would be an option of docker's
         if not self.dockerfile and self.reference and not re.fullmatch(pinned, self.reference):
             raise ValueError("`reference` should be pinned: name@sha256:<64 hex digits>")
         return self
