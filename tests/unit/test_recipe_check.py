@@ -205,6 +205,7 @@ def refused(settings: dict[str, Any], recipe: str) -> SparkserveError:
         ({"extra_args": "--hf_overrides.a.b 1"}, "sets --hf-overrides"),
         ({"extra_args": "-sc={}"}, "-sc={} sets -sc"),
         ({"extra_args": "-sc.method=x"}, "-sc.method=x sets -sc"),
+        ({"extra_args": "-q fp8"}, "-q sets -q"),
         ({"extra_args": "--spec-method mtp"}, "--spec-method sets --spec-method"),
         ({"extra_args": "--spec-model x"}, "--spec-model sets --spec-model"),
         ({"extra_args": "--spec-tokens 9"}, "--spec-tokens sets --spec-tokens"),
