@@ -33,6 +33,7 @@ RECIPES_END = "<!-- END RECIPES -->"
 NOT_RECIPES = {
     "NVIDIA forum: PLI Labs, Engram and drafter on an x86 host": "a third host, and files that are not published",
     "NVIDIA forum: HeNryous, EXL3 2.75 bpw": "neither files nor image have a published pin",
+    "NVIDIA forum, 24 October 2026: vLLM": "the earlier image has no digest; `vllm-1017` adds two flags to it",
     "bertholomus: Zig engine, v0.6": "another program for rank 1, and a kernel kit of its own",
 }
 REQUIRED = ("worker", "head_link", "worker_link")
@@ -152,7 +153,11 @@ def recipes() -> str:
         "A recipe is a directory with a `recipe.toml` and the files that it names. It says all about a model and its"
         ' engine; a new one needs no Python. `extends = "NAME"` takes another recipe and replaces single keys.',
         "`SPARKSERVE_RECIPE` or `--recipe` takes the name of a shipped recipe, the path of a directory, or the git"
-        " address of a recipe that `sparkserve recipes add` fetched and showed you: `git+https://…@COMMIT#DIRECTORY`.",
+        " address of a recipe that `sparkserve recipes add` fetched and showed you: `git+https://…@COMMIT#DIRECTORY`."
+        " Such a recipe may mount only `${cache}/ranks/NAME`, `maps/NAME` and `code/NAME`, where NAME is a word or"
+        " `${weights.id}`, `${image.id}`, `${rank}`; have devices of `/dev/infiniband` and `/dev/dri`, and an engine"
+        " from http(s); set a few settings of memory; and hold no character that a terminal does not show. For more,"
+        " copy it to a directory, look at it, and name its path.",
         "To make one: `sparkserve recipes new DIR` writes a commented start, `sparkserve recipes check DIR` proves it"
         " without hardware, and `sparkserve plan --recipe DIR` shows the exact commands of both ranks.",
         "A `sparkserve.lock.json` in the directory makes the recipe whole: then no source has to be looked up.",
@@ -168,8 +173,9 @@ def recipes() -> str:
         " no switch may add to it, and `SPARKSERVE_EXTRA_ARGS` are refused, since they would be the shell's own. Put"
         " `exec` in front of the engine's program, so that it gets the signals of a stop.",
         "**Flags of yours and ours.** An extra argument that sets a flag which the recipe gives is refused, also by its"
-        " beginning (`--cont`) or with its value joined (`-c9`). Name other spellings of the same flag in"
-        " `launch.owned`. A parameter that no argument names would be ignored: `recipes check` finds it.",
+        " beginning (`--cont`), with its value joined (`-c9`), in part (`--config.key`) or the other way round"
+        " (`--no-x` for `--x`). Name other spellings of the same flag in `launch.owned`. A parameter that no argument"
+        " names would be ignored: `recipes check` finds it.",
     ]
     for model, key in _models(Recipe, ""):
         rows = [

@@ -32,11 +32,11 @@ class LockedTemplate(Data):
 class LockedImage(Data):
     """What the engine image is made of, or which finished one it is."""
 
-    base: str = Field("", description="Base image as name@sha256:…")
+    base: str = Field("", description="Base image as name@sha256:…", pattern=r"^([^-\s]\S*)?$")
     engine_repository: str = ""
     engine_commit: str = Field("", pattern=r"^([0-9a-f]{40})?$")
     engine_asked: str = Field("", description="Revision that was resolved to the engine's commit")
-    reference: str = Field("", description="Finished image as name@sha256:…")
+    reference: str = Field("", description="Finished image as name@sha256:…", pattern=r"^([^-\s]\S*)?$")
 
 
 class Lock(Data):

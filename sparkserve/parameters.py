@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable
 
 from pydantic import SecretStr
@@ -179,9 +180,13 @@ def flag_name(word: str) -> str:
 
 
 def _sets(given: str, flag: str) -> bool:
-    """Whether a given word sets a flag, as argparse reads it: `--cont` is `--context`, and `-c9` is `-c 9`."""
+    """Whether a given word sets a flag, as argparse reads it: `--cont` is `--context`, and `-c9` is `-c 9`.
+
+    `--config.key` sets a part of `--config`, and `--no-x` is `--x` the other way round.
+    """
     if given.startswith("--"):
-        return flag.startswith(given)
+        given = given.partition(".")[0]
+        return flag.startswith(given) or re.sub("^--no-", "--", flag).startswith(re.sub("^--no-", "--", given))
     rest = given.removeprefix(flag)
     # What goes on in letters, as `-ctk` does, is a flag of its own.
     return not flag.startswith("--") and rest != given and not rest.replace("-", "").isalpha()

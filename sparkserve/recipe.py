@@ -86,7 +86,7 @@ class Weights(Data):
 class Derived(Data):
     """One more file for the engine: a file of the recipe, or tensors that are read out of weights by their offsets."""
 
-    name: str = Field(description="Name within the recipe; the file's own name on the nodes", pattern=r"^[\w.-]+$")
+    name: str = Field(description="Name within the recipe; the file's own name on the nodes", pattern=r"^\w[\w.-]*$")
     mount: str = Field(description="Path in the container", pattern=r"^/.+$")
     file: str = Field("", description="File of the recipe that is put there as it is")
     weights: str = Field("", description="Name of the weights whose safetensors files hold the tensors")
@@ -143,7 +143,7 @@ class Image(Data):
             raise ValueError("either `dockerfile` or `reference`: an empty text takes an inherited one away")
         if bool(self.engine_repository) != bool(self.engine_revision):
             raise ValueError("`engine_repository` and `engine_revision` go together")
-        pinned = r"([^@\s]+@)?sha256:[0-9a-f]{64}"
+        pinned = r"([^-@\s][^@\s]*@)?sha256:[0-9a-f]{64}"  # what begins with - would be an option of docker's
         if not self.dockerfile and self.reference and not re.fullmatch(pinned, self.reference):
             raise ValueError("`reference` should be pinned: name@sha256:<64 hex digits>")
         return self

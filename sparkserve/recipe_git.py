@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,18 @@ _ADDRESS = re.compile(
     r"git\+(?P<repository>(?:https?|ssh|file)://\S+)@(?P<commit>[0-9a-f]{40})(?:#(?P<folder>[\w./-]+))?"
 )
 _CAPABILITIES = {"IPC_LOCK", "SYS_NICE", "SYS_PTRACE"}
-_DEVICES = ("/dev/infiniband", "/dev/dri")
+_DEVICE = re.compile(r"/dev/(infiniband|dri)(/[\w-]+)*")
+# Other settings of memory take a protection away, such as vm.mmap_min_addr.
+_SYSCTLS = {
+    "vm.swappiness",
+    "vm.compaction_proactiveness",
+    "vm.min_free_kbytes",
+    "vm.watermark_scale_factor",
+    "vm.watermark_boost_factor",
+}
+# Always two below the cache: in a directory that it may write, a container could put a link where a later mount begins.
+# Beside these lies what git and we ourselves read there.
+_CACHE = re.compile(r"\$\{cache\}/(ranks|maps|code)/([\w-]|\$\{(weights\.id|image\.id|rank)\})+")
 
 
 @dataclass(frozen=True)
@@ -103,14 +115,45 @@ def _load(found: GitRecipe) -> Recipe:
     inside = (found.checkout.resolve(), (templates_dir() / "recipes").resolve())
     outside = [path for path in recipe.directories if not any(path.resolve().is_relative_to(root) for root in inside)]
     problems = [f"extends {path}, outside of its repository" for path in outside]
-    problems += [f"mounts {m.source} of the node" for m in recipe.container.mounts if not _is_cache(m.source)]
-    problems += [f"wants the device {name}" for name in recipe.container.devices if not name.startswith(_DEVICES)]
-    problems += [f"wants the capability {name}" for name in recipe.container.capabilities if name not in _CAPABILITIES]
+    problems += [*_reached_by_containers(recipe), *_reached_beside_containers(recipe), *_hidden(recipe)]
     if problems:
         message = f"the recipe {found.address} {'; '.join(problems)}"
         raise usage_error("recipe_reaches_out", message, "copy it to a directory, look at it, and name its path")
     return recipe
 
 
-def _is_cache(source: str) -> bool:
-    return source.startswith("${cache}/") and ".." not in source.split("/")
+def _reached_by_containers(recipe: Recipe) -> Iterator[str]:
+    """List what the containers would be given of a node beyond caches of their own."""
+    box = recipe.container
+    yield from (f"mounts {m.source} of the node" for m in box.mounts if not _CACHE.fullmatch(m.source))
+    yield from (f"wants the device {name}" for name in box.devices if not _DEVICE.fullmatch(name))
+    yield from (f"wants the capability {name}" for name in box.capabilities if name not in _CAPABILITIES)
+
+
+def _reached_beside_containers(recipe: Recipe) -> Iterator[str]:
+    """List what we would read or set for it on a node, outside of any container."""
+    engine, files = recipe.image.engine_repository, recipe.readiness.warm_files
+    if not re.match(r"https?://|$", engine):  # others name a directory here, or a login of the owner's
+        yield f"takes the engine from {engine}"
+    if files and (not files.startswith("${cache}/") or ".." in files):
+        yield f"looks for {files} on the node"
+    yield from (f"sets {name}" for name in recipe.tuning.sysctl if name not in _SYSCTLS)
+
+
+def _hidden(recipe: Recipe) -> Iterator[str]:
+    """List what a terminal would obey and not show, and so could hide other lines from the owner who is asked."""
+    name = recipe.image.dockerfile
+    texts = [*_texts(recipe.model_dump()), recipe.file(name).decode(errors="replace") if name else ""]
+    hidden = sorted({character for text in texts for character in text if not character.isprintable()} - {"\n", "\t"})
+    if hidden:
+        yield f"holds the character {hidden[0]!a}, which a terminal does not show"
+
+
+def _texts(data: object) -> Iterator[str]:
+    if isinstance(data, Mapping):
+        data = [*data.items()]
+    if isinstance(data, (list, tuple)):
+        for item in data:
+            yield from _texts(item)
+    elif isinstance(data, str):
+        yield data

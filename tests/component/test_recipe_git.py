@@ -12,8 +12,11 @@ from sparkserve.errors import SparkserveError
 from sparkserve.git import export_commit
 from sparkserve.hosts import LocalHost
 from sparkserve.lifecycle import find_recipe
+from sparkserve.recipe_source import shipped_names
 
 RECIPE = 'schema = 1\nextends = "smoke"\nname = "theirs"\n'
+MOUNT = '[container]\nmounts = [{{{{ source = "{}", target = "/host" }}}}]\n'
+BUILT = '[image]\nreference = ""\ndockerfile = "Dockerfile"\nbase = "a/b:1"\n'
 
 
 def git(*words: str, directory: Path) -> str:
@@ -130,7 +133,24 @@ def test_a_link_is_refused_and_nothing_of_it_stays(tmp_path: Path, environment: 
         ('schema = 1\nextends = "{root}/mine"\nname = "theirs"\n', "outside of its repository"),
         (RECIPE + '[container]\nmounts = [{{ source = "/", target = "/host" }}]\n', "mounts / of the node"),
         (RECIPE + '[container]\nmounts = [{{ source = "${{cache}}/../..", target = "/h" }}]\n', "mounts"),
+        (RECIPE + '[parameters]\nmodel_name = "../../.."\n' + MOUNT.format("${{cache}}/${{model_name}}"), "mounts"),
+        (RECIPE + MOUNT.format("${{cache}}/code/${{model_name}}"), "mounts"),
+        (RECIPE + MOUNT.format("${{cache}}"), "mounts"),
+        # With a link in its own directory, a container would choose where what is mounted below it leads.
+        (RECIPE + MOUNT.format("${{cache}}/code"), "mounts"),
+        (RECIPE + MOUNT.format("${{cache}}/code/${{image.id}}/below"), "mounts"),
+        # Git runs in here on the node, and does what its configuration says.
+        (RECIPE + MOUNT.format("${{cache}}/sources/x.git"), "mounts"),
+        (RECIPE + MOUNT.format("${{cache}}/code/.."), "mounts"),
         (RECIPE + '[container]\ndevices = ["/dev/sda"]\n', "wants the device /dev/sda"),
+        (RECIPE + '[container]\ndevices = ["/dev/infiniband/../sda"]\n', "wants the device /dev/infiniband/../sda"),
+        (RECIPE + '[container]\ndevices = ["/dev/driver"]\n', "wants the device /dev/driver"),
+        (RECIPE + '[container]\ndevices = ["/dev/dri/card0:/dev/x"]\n', "wants the device"),
+        (RECIPE + '[readiness]\nwarm_files = "/home/*/.ssh/*"\n', "looks for /home/*/.ssh/* on the node"),
+        (RECIPE + '[readiness]\nwarm_files = "${{cache}}/../*"\n', "looks for"),
+        (RECIPE + BUILT + 'engine_repository = "{root}/own"\nengine_revision = "main"\n', "takes the engine from"),
+        (RECIPE + BUILT + 'engine_repository = "file://{root}"\nengine_revision = "main"\n', "takes the engine from"),
+        (RECIPE + '[tuning.sysctl]\n"vm.mmap_min_addr" = "0"\n', "sets vm.mmap_min_addr"),
         (RECIPE + '[container]\ncapabilities = ["SYS_ADMIN"]\n', "wants the capability SYS_ADMIN"),
     ],
 )
@@ -144,6 +164,32 @@ def test_what_reaches_out_of_the_containers_is_refused(
         recipe_git.fetch(address, tmp_path / "state")
     assert caught.value.code == "recipe_reaches_out"
     assert words in caught.value.message
+
+
+def test_the_form_of_every_shipped_recipe_is_taken(tmp_path: Path, environment: dict[str, str]) -> None:
+    for name in shipped_names():
+        address = publish(tmp_path / name, f'schema = 1\nextends = "{name}"\nname = "theirs"\n')
+        assert recipe_git.fetch(address, tmp_path / "state").name == "theirs"
+
+
+@pytest.mark.parametrize(
+    ("toml", "dockerfile"),
+    [
+        ('title = "a \\u001b[8m"\n', ""),
+        ('[launch.env]\n"A\\u001b[2K" = "x"\n', ""),
+        ("", "ARG BASE\nFROM ${BASE}\nRUN a \x1b[1A\x1b[2K# nothing\n"),
+        ("", "ARG BASE\nFROM ${BASE}\nRUN a # \u202e b\n"),
+    ],
+)
+def test_nothing_hides_from_the_reader_in_a_terminal(
+    tmp_path: Path, environment: dict[str, str], toml: str, dockerfile: str
+) -> None:
+    address = publish(tmp_path, RECIPE + toml + (BUILT if dockerfile else ""), dockerfile)
+    with pytest.raises(SparkserveError) as caught:
+        recipe_git.fetch(address, tmp_path / "state")
+    assert caught.value.code == "recipe_reaches_out"
+    assert "which a terminal does not show" in caught.value.message
+    assert caught.value.message.isprintable()
 
 
 def test_files_that_cannot_be_written_are_told(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from sparkserve.errors import EXIT_USAGE, SparkserveError, flatten
 from sparkserve.lock import Lock, find_disagreements, lock_path, read_lock, write_lock
@@ -176,3 +177,9 @@ def test_sizes_and_ids() -> None:
     assert lock.weights_id == changed({"recipe": "other"}).weights_id
     assert lock.weights_id != changed({"weights.0.commit": "2" * 40}).weights_id
     assert len(lock.weights_id) == 12
+
+
+@pytest.mark.parametrize("name", ["base", "reference"])
+def test_an_image_that_docker_would_take_for_an_option(name: str) -> None:
+    with pytest.raises(ValidationError, match=f"image.{name}"):
+        changed({f"image.{name}": f"--mount=type=bind,src=/,dst=/host@sha256:{'3' * 64}"})

@@ -179,7 +179,7 @@ def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(json.loads(capsys.readouterr().out)["data"]["recipes"]) == len(shipped_names())
     assert cli._run(["recipes", "show", "tensorfold-1017-bf16-overrides"]) == 0
     shown = capsys.readouterr().out
-    for text in ("not proven on Sparks", "warning: experimental", "uncensored", "108 GiB", "api 8888", "rank1: /opt"):
+    for text in ("not proven on Sparks", "warning: experimental", "uncensored", "110.3 GiB", "api 8888", "rank1: /opt"):
         assert text in shown
     assert cli._run(["recipes", "show", "tensorfold-1016"]) == 2
     assert "did you mean" in capsys.readouterr().err
@@ -199,7 +199,21 @@ def refused(settings: dict[str, Any], recipe: str) -> SparkserveError:
     [
         ({"context": 1_048_576}, "SPARKSERVE_CONTEXT is 1,048,576, the recipe allows at most 614,400 tokens"),
         ({"extra_args": "--max-model-len 9"}, "--max-model-len sets --max-model-len"),
-        ({"extra_args": "--spec={}"}, "--spec={} sets --speculative-config"),
+        ({"extra_args": "--speculative-config={}"}, "--speculative-config={} sets --speculative-config"),
+        ({"extra_args": "--speculative-config.num_speculative_tokens=5"}, "sets --speculative-config"),
+        ({"extra_args": "--hf-overrides.engram_table_dir=/x"}, "sets --hf-overrides"),
+        ({"extra_args": "--hf_overrides.a.b 1"}, "sets --hf-overrides"),
+        ({"extra_args": "-sc={}"}, "-sc={} sets -sc"),
+        ({"extra_args": "-sc.method=x"}, "-sc.method=x sets -sc"),
+        ({"extra_args": "-q fp8"}, "-q sets -q"),
+        ({"extra_args": "--spec-method mtp"}, "--spec-method sets --spec-method"),
+        ({"extra_args": "--spec-model x"}, "--spec-model sets --spec-model"),
+        ({"extra_args": "--spec-tokens 9"}, "--spec-tokens sets --spec-tokens"),
+        ({"extra_args": "--no-enable-prefix-caching"}, "sets --enable-prefix-caching"),
+        ({"extra_args": "--no-enable-pref"}, "sets --enable-prefix-caching"),
+        ({"extra_args": "--enable-flashinfer-autotune"}, "sets --no-enable-flashinfer-autotune"),
+        ({"extra_args": "--no-headless"}, "sets --headless"),
+        ({"extra_args": "--spec={}"}, "--spec={} sets --spec"),
         ({"extra_args": "--override-generation-config '{x}'"}, "the argument {x} is no JSON"),
         ({"extra_args": "--override-generation-config={x"}, "--override-generation-config={x is no JSON"),
         ({"extra_args": "-tp 1"}, "-tp sets -tp"),

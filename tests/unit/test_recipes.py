@@ -21,6 +21,7 @@ OLD_TABLES = {
     "824db4881320407ac340736d14dcee5ecd748c27d0f5836b8127ecc2e3781b0f",
     "976330f4954338e1ad8b508c32aa912032c7ad908959fd53c8307650fe4520ed",
 }
+ROUTING_BIAS = "3af36227242af726f0642a191262c5d66f87b33ae38764c3e9c4ad439e3de819"
 
 
 def lab_recipe(directory: Path) -> Recipe:
@@ -61,6 +62,24 @@ def test_the_default_recipe_holds_the_published_facts() -> None:
     assert recipe.ports.api == 8888
     assert recipe.launch.env["TF_DS_ENGRAM"] == engram.mount
     assert recipe.image.engine_revision == "deepseek-v41-tp2"
+
+
+def test_other_recipes_hold_the_published_facts() -> None:
+    forum, mia = load_recipe("vllm-1017").launch.more_argv, load_recipe("vllm-mia-exl3")
+    assert forum[forum.index("--max-cudagraph-capture-size") + 1] == "32"
+    assert "DSV41_EXL3_MOE_X" not in mia.launch.env
+    code = {figure.value: figure.name for figure in mia.figures if "code" in figure.name}
+    assert "as configured" in code[45], "the kernel that gives 56 is not set"
+    assert "DSV41_EXL3_MOE_X=2,12,8" in code[56]
+    older = load_recipe("tensorfold-bertholomus")
+    (warning,) = older.warnings
+    for text in ("vision-routing-bias.safetensors", "64,944 bytes", ROUTING_BIAS):
+        assert text in warning
+    assert "90b68e0" in older.why
+    base, overrides = load_recipe(DEFAULT).memory, load_recipe("tensorfold-1017-bf16-overrides")
+    added = overrides.memory.weights_gib - base.weights_gib
+    assert overrides.derived[0].expected_bytes * (1 - 2.9 / 16) / 2**30 == pytest.approx(added, abs=0.05)
+    assert overrides.memory.required_gib == pytest.approx(base.required_gib + added)
 
 
 def test_nothing_lowers_free_memory_before_the_engine_is_ready() -> None:
