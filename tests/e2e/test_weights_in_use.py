@@ -275,7 +275,9 @@ def test_a_worker_that_stays_away(whole: Pair) -> None:
 
 def test_two_downloads_at_once(whole: Pair) -> None:
     with slow_download(whole) as run:
+        whole.hub.control(rate=100_000)  # the first cannot end before the second was answered
         second = whole.ask("download")
+        whole.hub.control(rate=None)
         assert (second["exit_code"], second["errors"][0]["code"]) == (3, "locked")
         assert "sparkserve download" in second["errors"][0]["message"]
         assert json.loads(run.communicate(timeout=180)[0])["exit_code"] == 0
