@@ -32,7 +32,7 @@ from sparkserve.cluster import ROLES, Cluster, Deployment, Node, connect, pair_l
 from sparkserve.endpoint import open_endpoint
 from sparkserve.engine_stop import abandon
 from sparkserve.engine_watch import is_half_started
-from sparkserve.errors import EXIT_NOT_READY, EXIT_USAGE, Failures, SparkserveError, usage_error
+from sparkserve.errors import EXIT_NOT_READY, EXIT_USAGE, Failures, SparkserveError, flatten, usage_error
 from sparkserve.parameters import decide_parameters, read_sudo_password, secrets_to_mask
 from sparkserve.plan import Applied, ApplyReport, Change, Interrupted, Plan, apply, select
 from sparkserve.recipe import Recipe
@@ -224,7 +224,7 @@ def restart(session: Session, last: records.Pair | None) -> Outcome:
             has_changed = lock.read_lock(session.lock_file, session.recipe, session.settings) != last.lock
         if last is None or not has_changed:
             raise
-        session.voice.warn(f"{error}; until then it is the last pair that answered")
+        session.voice.warn(f"{'; '.join(map(str, flatten(error)))}; until then it is the last pair that answered")
     with connect(session.settings) as cluster, pair_lock(session.state, session.command):
         deployment = Deployment(session.settings, last.recipe, last.lock, cluster)
         runs_dir, run = session.state / "runs", engine.new_run()

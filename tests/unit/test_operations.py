@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 
 from sparkserve import attempt, blueprint, engine, lifecycle, link, lock, operations, planning, preflight, records
-from sparkserve.blueprint import Seen
+from sparkserve.blueprint import Place, Seen
 from sparkserve.checks import Check
-from sparkserve.cluster import Cluster, Role, lock_holder, pair_lock
+from sparkserve.cluster import ROLES, Cluster, Role, lock_holder, pair_lock
 from sparkserve.container import build_spec
 from sparkserve.endpoint import Endpoint
 from sparkserve.engine_facts import LOOK_SECONDS, ContainerFacts, Facts, Memory
@@ -146,6 +146,17 @@ def test_a_start_that_answered_is_one_where_its_wish_cannot_be_kept(
     (session.state / "wanted.json").mkdir(parents=True)
     assert lifecycle.run_steps(session, ("start",), opened=make_deployment()).report.applied
     assert "the head's state cannot be written" in capsys.readouterr().err
+
+
+def test_a_live_plan_is_drawn_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = make_session(tmp_path)
+    session.voice = Output(Mode.QUIET)
+    nodes: dict[Role, Place] = {role: Place(home="/home/spark") for role in ROLES}
+    monkeypatch.setattr(lifecycle, "connect", lambda _: contextlib.nullcontext(make_cluster()))
+    monkeypatch.setattr(link, "gather", lambda _: None)
+    monkeypatch.setattr(blueprint, "see", lambda *_: Seen(seconds=0, nodes=nodes))
+    session.facts_file.mkdir(parents=True)
+    assert set(lifecycle.draw(session, None, live=True).specs) == {"head", "worker"}
 
 
 # -- eyes -------------------------------------------------------------------------------------------------------------
