@@ -1,7 +1,8 @@
-"""What surrounds a serving pair: each node's GPU, the cable's counters, and how memory moved since the run began."""
+"""What surrounds a serving pair: each node's GPU, the cable's counters, how memory and swap moved in this run."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from sparkserve import state_file
 from sparkserve.cluster import Node, Role
 
 if TYPE_CHECKING:
+    from sparkserve.engine_facts import Memory
     from sparkserve.link import LinkFacts
 
 _ASK_SECONDS = 4.0
@@ -93,23 +95,33 @@ class Trend:
 
     hours: float
     memory_per_hour: float | None
+    swap_per_hour: float | None
     new_errors: Mapping[str, int]
 
 
 def remember(
-    path: Path, run: str, available: Mapping[Role, int], around: Mapping[Role, AroundFacts]
+    path: Path, run: str, memory: Mapping[Role, Memory], around: Mapping[Role, AroundFacts]
 ) -> dict[Role, Trend]:
     """Compare with the first look at this run, which is kept for those to come."""
     now = time.time()
-    mine = {role: {"available": available[role], "errors": dict(around[role].errors)} for role in around}
+    mine = {
+        role: {"available": memory[role].available, "swap": memory[role].swap_used, "errors": dict(around[role].errors)}
+        for role in around
+    }
     first = state_file.read(path)
-    if first.get("run") != run or first["nodes"].keys() != mine.keys():
+    if first.get("run") != run or _fields(first["nodes"]) != _fields(mine):
         first = {"run": run, "time": now, "nodes": mine}
-        state_file.write(path, first)
+        with contextlib.suppress(OSError):  # a disk that takes nothing costs the trend, not the look
+            state_file.write(path, first)
     return {role: _trend(first["nodes"][role], mine[role], now - first["time"]) for role in mine}
+
+
+def _fields(nodes: Mapping[Role, Mapping[str, Any]]) -> dict[Role, set[str]]:
+    return {role: set(kept) for role, kept in nodes.items()}
 
 
 def _trend(first: Mapping[str, Any], last: Mapping[str, Any], seconds: float) -> Trend:
     grown = {name: count - first["errors"].get(name, count) for name, count in last["errors"].items()}
-    moved = (last["available"] - first["available"]) / (seconds / 3600) if seconds >= _TREND_SECONDS else None
-    return Trend(seconds / 3600, moved, {name: count for name, count in grown.items() if count > 0})
+    hours, says_something = seconds / 3600, seconds >= _TREND_SECONDS
+    memory, swap = ((last[name] - first[name]) / hours if says_something else None for name in ("available", "swap"))
+    return Trend(hours, memory, swap, {name: count for name, count in grown.items() if count > 0})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,23 @@ from sparkserve.planning import Starting, plan_recorded
 from sparkserve.records import Record
 
 Carry = Callable[[Plan], ApplyReport]
+
+
+@contextlib.contextmanager
+def recorded(deployment: Deployment, start: Starting, command: str) -> Iterator[None]:
+    """Record a start that is refused before its first change; not a watch's, which tries again every ten seconds."""
+    try:
+        yield
+    except SparkserveError as error:
+        if command != "watch":
+            # Where a pair that runs is only waited for, the record of its run stays that of the start that made it.
+            launch = replace(start.launch, run=engine.new_run())
+            earlier = records.read_records(launch.runs_dir)
+            record = records.open_record(command, deployment, launch)
+            records.close_record(record, "failed", launch, "; ".join(map(str, flatten(error))))
+            _keep(launch.runs_dir, record)
+            _explain(flatten(error)[0], record, records.last_answered(earlier))
+        raise
 
 
 def make(deployment: Deployment, start: Starting, command: str, wanted: Plan, carry: Carry) -> ApplyReport:
@@ -34,8 +51,8 @@ def make(deployment: Deployment, start: Starting, command: str, wanted: Plan, ca
     failure = "; ".join(str(error) for _, error in report.failed)
     records.close_record(record, "failed" if failure else "answered", launch, failure)
     _keep(launch.runs_dir, record)
-    if any(change.step == STEP for change, _ in report.failed):
-        _explain(report, record, records.last_answered(earlier))
+    if report.failed:
+        _explain(_failure(report), record, records.last_answered(earlier))
         before = records.last_answered(earlier, start.replaces or "none")
         # The same pair once more would only fail once more.
         if before and engine.has_removed(report) and not records.is_same_pair(record, before):
@@ -51,15 +68,15 @@ def _keep(runs_dir: Path, record: Record) -> None:
 
 def _failure(report: ApplyReport) -> SparkserveError:
     """Give the error of a failed start that is told first."""
-    return flatten(next(error for change, error in report.failed if change.step == STEP))[0]
+    first = min(report.failed, key=lambda failed: failed[0].step != STEP)
+    return flatten(first[1])[0]
 
 
-def _explain(report: ApplyReport, record: Record, worked: Record | None) -> None:
+def _explain(error: SparkserveError, record: Record, worked: Record | None) -> None:
     """Tell a failed start what is not as it was when one worked."""
     if worked is None:
         return
     changed = records.changed_since(record, worked) or ["nothing that sparkserve decides"]
-    error = _failure(report)
     lines = [f"changed since run {worked.run}, the last that answered:", *(f"  {line}" for line in changed)]
     error.details = "\n".join(filter(None, [error.details, *lines]))
 

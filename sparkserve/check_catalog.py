@@ -122,7 +122,7 @@ CATALOG: dict[str, Entry] = {
         "set SPARKSERVE_MODELS_DIR to the node's own NVMe",
     ),
     "source": Entry(
-        "What a container is given must be there before it starts, and open to its user: looked at inside one like it.",
+        "What a container is given and runs must be there before it starts, open to its user: seen inside one like it.",
         "`sparkserve up`",
     ),
     # -- ports and addresses ------------------------------------------------------------------------------------------

@@ -78,9 +78,10 @@ def could_not_look(name: str, node: str, command: str, needed: str) -> Check:
     return Check(name, node, "unseen", f"`{command}` does not tell", needed, f"type `{command}` on that node")
 
 
-def raise_failures(checks: Iterable[Check]) -> None:
-    """Raise every failed check as one error that lists them all."""
-    failed = [
+def raise_failures(checks: Iterable[Check], refusals: Iterable[SparkserveError] = ()) -> None:
+    """Raise every failed check, behind what else refuses, as one error that lists them all."""
+    failed = [*refusals]
+    failed += [
         SparkserveError(
             f"check_{check.id}",
             f"{check.observed}; needed: {check.needed}",

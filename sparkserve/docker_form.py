@@ -20,7 +20,17 @@ _FIXED_FLAGS = (
     "--log-opt=max-file=3",
 )
 _READER_FLAGS = ("--rm", "--pull=never", "--network=none", "--log-driver=none", "--security-opt=no-new-privileges")
-_OPEN_EACH = 'for file; do true < "$file" || echo "$file"; done'
+# A link is taken for a program: it may lead to what only the rank is given.
+_LOOK_INSIDE = """\
+runs() { [ -L "$1" ] || { [ -f "$1" ] && [ -x "$1" ]; }; }
+found() {
+    case $1 in */*) runs "$1"; return;; esac
+    IFS=:
+    for directory in $PATH; do runs "${directory:-.}/$1" && return; done
+    return 1
+}
+found "$0" || echo "entrypoint $PWD:$PATH"
+for file; do true < "$file" || echo "$file"; done"""
 
 
 def docker_run_argv(spec: ContainerSpec) -> list[str]:
@@ -31,14 +41,16 @@ def docker_run_argv(spec: ContainerSpec) -> list[str]:
 def reader_argv(spec: ContainerSpec) -> list[str]:
     """Render the command that names each file which a rank could not open: same image, user, rights and mounts.
 
-    What it makes goes with its end, also when nobody is left to wait for that.
+    Where it finds no entry point, it tells in which directory and along which path it looked. What it makes goes with
+    its end, also when nobody is left to wait for that.
     """
     mounts = tuple(mount for mount in spec.mounts if mount.read_only)
     reader = replace(
         spec,
         entrypoint=("sh",),
-        argv=("-c", _OPEN_EACH, "sh", *(mount.target for mount in mounts)),
-        env={"NVIDIA_VISIBLE_DEVICES": "void"},  # where NVIDIA's runtime is the default, it brings the GPU in unasked
+        argv=("-c", _LOOK_INSIDE, spec.entrypoint[0], *(mount.target for mount in mounts)),
+        # Where NVIDIA's runtime is the default, it brings the GPU in unasked.
+        env={"NVIDIA_VISIBLE_DEVICES": "void"} | {name: spec.env[name] for name in ("PATH",) if name in spec.env},
         mounts=mounts,
         devices=(),
         gpus=False,

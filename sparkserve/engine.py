@@ -46,7 +46,6 @@ def new_run() -> str:
 
 def plan(deployment: Deployment, facts: Mapping[Role, Facts], launch: Launch) -> list[Change]:
     """Plan what makes the pair run as wanted; a pair is left as it is, waited for, or replaced as a whole."""
-    _refuse_foreign(facts)
     running = _pair_as_wanted(facts, launch)
     if running and launch.seen in ("running", "unknown"):
         return []
@@ -61,8 +60,9 @@ def plan(deployment: Deployment, facts: Mapping[Role, Facts], launch: Launch) ->
     return [*removal, worker, head, _ready(deployment, launch, (head.key,), before)]
 
 
-def _refuse_foreign(facts: Mapping[Role, Facts]) -> None:
-    errors = [
+def refuse_foreign(facts: Mapping[Role, Facts]) -> tuple[SparkserveError, ...]:
+    """Refuse to start where a container that is not ours has one of our names."""
+    return tuple(
         SparkserveError(
             "name_taken",
             f"container {found.name} ({found.state}, image {found.image}) has our name but is not ours",
@@ -72,9 +72,7 @@ def _refuse_foreign(facts: Mapping[Role, Facts]) -> None:
         )
         for role, seen in facts.items()
         for found in seen.foreign
-    ]
-    if errors:
-        raise Failures(errors)
+    )
 
 
 def _pair_as_wanted(facts: Mapping[Role, Facts], launch: Launch) -> str:

@@ -214,9 +214,10 @@ def known_flags(image_id: str, image: Image, program: Program) -> frozenset[str]
 
 
 def keep_known_flags(image_id: str, image: Image, program: Program, flags: Iterable[str]) -> None:
-    """Remember that a program of an image knows these flags, too."""
+    """Remember that a program of an image knows these flags, too; where a disk takes nothing, it is asked again."""
     key, known = _flags_key(image_id, image, program), known_flags(image_id, image, program) | set(flags)
-    state_file.write(_flags_file(), state_file.read(_flags_file()) | {key: sorted(known)})
+    with contextlib.suppress(OSError):
+        state_file.write(_flags_file(), state_file.read(_flags_file()) | {key: sorted(known)})
 
 
 def _flags_file() -> Path:

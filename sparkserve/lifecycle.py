@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,14 +26,13 @@ from sparkserve import (
     recipe_git,
     records,
     sources,
-    state_file,
     tuning,
 )
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, connect, pair_lock, require_worker
 from sparkserve.endpoint import open_endpoint
 from sparkserve.engine_stop import abandon
 from sparkserve.engine_watch import is_half_started
-from sparkserve.errors import EXIT_NOT_READY, EXIT_USAGE, SparkserveError, usage_error
+from sparkserve.errors import EXIT_NOT_READY, EXIT_USAGE, Failures, SparkserveError, flatten, usage_error
 from sparkserve.parameters import decide_parameters, read_sudo_password, secrets_to_mask
 from sparkserve.plan import Applied, ApplyReport, Change, Interrupted, Plan, apply, select
 from sparkserve.recipe import Recipe
@@ -198,20 +197,20 @@ def run_steps(
             adoption = Plan(tuple(planning.look_for_weights(deployment, adopt, session.voice.warn)))
             adopted = carry_out(session, deployment, adoption)
             wanted, start = plan_steps(session, deployment, steps)
-            if not wanted.is_empty:
-                prepare(session, deployment, wanted, start)
-            carry = partial(carry_out, session, deployment)
-            if start is not None and start.changes:
-                report = attempt.make(deployment, start, session.command, wanted, carry)
+            if start is not None and (start.changes or start.refusals):
+                report = _start(session, deployment, wanted, start)
             else:
-                report = carry(wanted)
+                if not wanted.is_empty:
+                    prepare(session, deployment, wanted, start)
+                report = carry_out(session, deployment, wanted)
             planning.tidy_weights(deployment, steps)
         report.applied[:0] = adopted.applied
         every = Plan((*adoption.changes, *wanted.changes))
         outcome = Outcome(("adopt", *steps) if adopt else steps, every, report, time.monotonic() - begun)
         report.raise_failures()
         if start is not None and session.command != "watch":  # a restart of its own is no word of the owner's
-            records.keep_wanted(session.state, serving=True, recipe=session.settings.recipe)
+            recipe = session.settings.recipe
+            note_down(session, lambda: records.keep_wanted(session.state, serving=True, recipe=recipe))
         return outcome
 
 
@@ -225,16 +224,22 @@ def restart(session: Session, last: records.Pair | None) -> Outcome:
             has_changed = lock.read_lock(session.lock_file, session.recipe, session.settings) != last.lock
         if last is None or not has_changed:
             raise
-        session.voice.warn(f"{error}; until then it is the last pair that answered")
+        session.voice.warn(f"{'; '.join(map(str, flatten(error)))}; until then it is the last pair that answered")
     with connect(session.settings) as cluster, pair_lock(session.state, session.command):
         deployment = Deployment(session.settings, last.recipe, last.lock, cluster)
         runs_dir, run = session.state / "runs", engine.new_run()
         start = planning.plan_recorded(deployment, last, run, runs_dir, session.skip_checks)
         wanted = Plan(tuple(start.changes))
-        prepare(session, deployment, wanted, start)
-        report = attempt.make(deployment, start, session.command, wanted, partial(carry_out, session, deployment))
+        report = _start(session, deployment, wanted, start)
         report.raise_failures()
         return Outcome(("start",), wanted, report)
+
+
+def _start(session: Session, deployment: Deployment, wanted: Plan, start: planning.Starting) -> ApplyReport:
+    """Carry a plan with a start out, on record also where it is refused."""
+    with attempt.recorded(deployment, start, session.command):
+        prepare(session, deployment, wanted, start)
+    return attempt.make(deployment, start, session.command, wanted, partial(carry_out, session, deployment))
 
 
 def note_down(session: Session, note: Callable[[], object]) -> None:
@@ -260,7 +265,7 @@ def carry_out(session: Session, deployment: Deployment, wanted: Plan) -> ApplyRe
 def plan_steps(
     session: Session, deployment: Deployment, steps: tuple[str, ...], *, dry_run: bool = False
 ) -> tuple[Plan, planning.Starting | None]:
-    """Plan the wanted steps; an earlier step that is still to be made, and not wanted now, is an error."""
+    """Plan the wanted steps; an earlier step that is still to be made, and not wanted now, refuses them."""
     if set(steps) == {"tune"}:
         return Plan(tuple(planning.plan_tuning(deployment))), None
     every = planning.plan_preparation(deployment)
@@ -280,9 +285,10 @@ def plan_steps(
         every += start.changes
     asked = (image.FLAGS_STEP,) if {"build", "start"} & {*steps} else ()
     chosen, pending = select(every, (*steps, *asked))
-    if pending:
-        raise _not_prepared(pending)
-    return chosen, start
+    refusals = (*(start.refusals if start else ()), *([_not_prepared(pending)] if pending else []))
+    if refusals and (start is None or dry_run):
+        raise Failures([*refusals])
+    return chosen, start and replace(start, refusals=refusals)
 
 
 def prepare(session: Session, deployment: Deployment, wanted: Plan, start: planning.Starting | None) -> None:
@@ -296,7 +302,8 @@ def prepare(session: Session, deployment: Deployment, wanted: Plan, start: plann
             named = f"check {check.id}{' (skipped)' * is_skipped}, {check.node or 'both nodes'}"
             advice = f"; {check.advice}" if check.advice else ""
             session.voice.warn(f"{named}: {check.observed}; better: {check.needed}{advice}")
-    checks.raise_failures(check for check in found if check.id not in session.skip_checks)
+    refusals = start.refusals if start else ()
+    checks.raise_failures((check for check in found if check.id not in session.skip_checks), refusals)
 
 
 def unlock_sudo(session: Session, cluster: Cluster, roles: Collection[str], commands: list[list[str]]) -> None:
@@ -366,11 +373,7 @@ def up(session: Session, *, skip: tuple[str, ...], dry_run: bool) -> tuple[Outco
     outcome = run_steps(session, tuple(step for step in STEPS if step not in skip), dry_run=dry_run)
     if dry_run:
         return outcome, []
-    proofs = verify_endpoint(session)
-    if outcome.report.applied:
-        record = {"rows": [asdict(row) for row in outcome.rows], "proofs": [asdict(proof) for proof in proofs]}
-        state_file.write(session.state / "last-run.json", record)
-    return outcome, proofs
+    return outcome, verify_endpoint(session)
 
 
 def draw(session: Session, facts: Path | None, *, live: bool) -> blueprint.Blueprint:
@@ -380,7 +383,7 @@ def draw(session: Session, facts: Path | None, *, live: bool) -> blueprint.Bluep
     if live:
         with connect(settings) as cluster:
             seen = blueprint.see(cluster, cluster.on_both(link.gather))
-        blueprint.save_facts(session.facts_file, seen)
+        note_down(session, lambda: blueprint.save_facts(session.facts_file, seen))
         return blueprint.draw(settings, recipe, known, seen, "both nodes, seen now")
     place = facts or session.facts_file
     if facts is None and not place.exists():

@@ -79,8 +79,8 @@ def check_ports(subject: Subject) -> list[Check]:
 def _check_port(subject: Subject, role: Role, named: tuple[str, int], found: PortFacts) -> Check:
     name, port = named
     # A rank may open any of them on its own node (SGLang's rank 1 holds the API's), and another account's process
-    # cannot be looked at.
-    ours = found.ours or subject.system[role].serves
+    # cannot be looked at. What a container of somebody else's holds is no rank's.
+    ours = found.ours or (subject.system[role].serves and not found.container)
     holder = f"held by {'our own rank' if ours else found.holder}"
     state = "free" if found.free else holder if found.free is False else f"could not be tried: {found.holder}"
     who = f"sudo ss -ltnp 'sport = :{port}' shows who holds it"

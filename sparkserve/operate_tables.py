@@ -69,7 +69,7 @@ def status_view(found: View) -> list[Table | str]:
     for role, node in data["nodes"].items():
         memory = f"{show_size(node['memory_available_bytes'])} of {show_size(node['memory_total_bytes'])}"
         trend, around = node["trend"], node["around"]
-        cells = (_memory_trend(trend), show_size(node["swap_used_bytes"]), _gpu(around), _link(around, trend))
+        cells = (_memory_trend(trend), _swap(node["swap_used_bytes"], trend), _gpu(around), _link(around, trend))
         rows.append((role, node["container"], memory, *cells))
     rows += [(role, f"could not look: {error.message}") for role, error in found.status.unseen.items()]
     table = make_table("node", "container", "memory available", "trend", "swap used", "GPU", "link", rows=rows)
@@ -90,6 +90,11 @@ def _memory_trend(trend: Trend | None) -> str:
     if trend is None or trend.memory_per_hour is None:
         return ""
     return f"{trend.memory_per_hour / 2**30:+.2f} GiB/h over {trend.hours:.1f} h"
+
+
+def _swap(used: int, trend: Trend | None) -> str:
+    moved = "" if trend is None or trend.swap_per_hour is None else f", {trend.swap_per_hour / 2**30:+.2f} GiB/h"
+    return f"{show_size(used)}{moved}"
 
 
 def _gpu(around: AroundFacts | None) -> str:

@@ -141,9 +141,9 @@ def _trends(session: Session, status: Status, found: dict[Role, AroundFacts]) ->
     head = status.facts["head"].of_rank(0) if "head" in status.facts else None
     if head is None or not head.is_running:
         return {}
-    available = {role: facts.memory.available for role, facts in status.facts.items() if role in found}
-    seen = {role: found[role] for role in available}
-    return around.remember(session.state / "trend.json", head.run, available, seen)
+    memory = {role: facts.memory for role, facts in status.facts.items() if role in found}
+    seen = {role: found[role] for role in memory}
+    return around.remember(session.state / "trend.json", head.run, memory, seen)
 
 
 def look(session: Session) -> View:

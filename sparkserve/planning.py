@@ -68,12 +68,16 @@ def plan_tuning(deployment: Deployment) -> list[Change]:
 
 @dataclass(frozen=True)
 class Starting:
-    """A planned start: its changes, the cable as it was seen, and the run that it replaces (empty where none runs)."""
+    """A planned start: its changes, the cable as it was seen, and the run that it replaces (empty where none runs).
+
+    `refusals` keep it from being made; the preflight tells them beside all else that does.
+    """
 
     changes: list[Change]
     links: Links
     launch: Launch
     replaces: str = ""
+    refusals: tuple[SparkserveError, ...] = ()
 
 
 def plan_start(
@@ -116,7 +120,7 @@ def plan_start(
     running = runs.pop() if len(runs) == 1 else ""
     if all(change.resource == "ready" for change in changes):
         launch = replace(launch, run=running)
-    return Starting(changes, links, launch, running)
+    return Starting(changes, links, launch, running, engine.refuse_foreign(status.facts))
 
 
 def plan_recorded(
@@ -134,7 +138,8 @@ def plan_recorded(
         skipped_checks=skipped_checks,
     )
     links = deployment.cluster.on_both(link.gather)
-    return Starting(engine.plan(deployment, deployment.cluster.on_both(engine.gather), launch), links, launch)
+    facts = deployment.cluster.on_both(engine.gather)
+    return Starting(engine.plan(deployment, facts, launch), links, launch, refusals=engine.refuse_foreign(facts))
 
 
 def is_warm(deployment: Deployment, node: Node) -> bool:

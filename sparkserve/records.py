@@ -125,10 +125,13 @@ def pair_of(record: Record | None) -> Pair | None:
 
 
 def save_record(runs_dir: Path, record: Record) -> None:
-    """Keep a record beside the logs of its run; the oldest ones go."""
+    """Keep a record beside the logs of its run; the oldest ones go, but for the last that answered."""
     state_file.write(runs_dir / record.run / "record.json", asdict(record))
-    for old in sorted(runs_dir.glob("*/record.json"), reverse=True)[_KEPT:]:
-        old.unlink()
+    if old := sorted(runs_dir.glob("*/record.json"), reverse=True)[_KEPT:]:
+        worked = last_answered(read_records(runs_dir))
+        for path in old:
+            if worked is None or path.parent.name != worked.run:
+                path.unlink()
 
 
 def read_records(runs_dir: Path, run: str = "*") -> list[Record]:

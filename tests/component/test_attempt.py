@@ -10,11 +10,14 @@ import pytest
 
 from sparkserve import attempt, link, planning, records
 from sparkserve.engine import gather
-from sparkserve.plan import ApplyReport, Plan, apply
+from sparkserve.errors import Failures, SparkserveError
+from sparkserve.plan import ApplyReport, Change, Plan, apply
 from sparkserve.planning import Starting
-from tests.component.docker_node import ours
+from tests.component.docker_node import Container, ours
 from tests.component.test_engine import Scene, good
 from tests.fakes import RecordingReporter
+
+EARLIER = "20250101T000000.000-aaaa"
 
 
 @pytest.fixture
@@ -64,6 +67,47 @@ def test_a_failed_attempt_tells_what_changed(scene: Scene) -> None:
     assert endings(scene) == [("run-2", "failed"), ("run-1", "answered")]
 
 
+def change_of(step: str) -> Change:
+    return Change("head", step, "sparkserve/x:1", "absent", "built", lambda _: "")
+
+
+def test_a_failed_build_tells_what_changed_too(scene: Scene) -> None:
+    make(scene, run="run-1")
+    links: Any = {}
+    error = SparkserveError("build_failed", "docker build failed", details="step 3")
+    report = ApplyReport(failed=[(change_of("build"), error)])
+    start = Starting([], links, scene.launch())
+    attempt.make(scene.deployment, start, "up", Plan(()), lambda _: report)
+    assert error.details.startswith("step 3\nchanged since run run-1, the last that answered:\n")
+
+
+def refuse(scene: Scene, command: str) -> Failures:
+    """Refuse a start that would wait for the pair of the earlier run."""
+    links: Any = {}
+    start = Starting([], links, replace(scene.launch(kernels={"head": "6.18"}), run=EARLIER))
+    port = SparkserveError("check_port", "port 8888: held", node="worker")
+    error = Failures([SparkserveError("name_taken", "has our name", node="head"), port])
+    with pytest.raises(Failures), attempt.recorded(scene.deployment, start, command):
+        raise error
+    return error
+
+
+def test_a_refused_start_is_recorded_and_tells_what_changed(scene: Scene) -> None:
+    make(scene, run=EARLIER)
+    error = refuse(scene, "start")
+    refused, answered = records.read_records(scene.directory / "runs")
+    assert (answered.run, answered.ending, refused.ending) == (EARLIER, "answered", "failed")
+    assert refused.error == "head: has our name; worker: port 8888: held"
+    told = f"changed since run {EARLIER}, the last that answered:\n  kernel of the head: not set -> 6.18"
+    assert [one.details for one in error.errors] == [told, ""]
+
+
+def test_what_a_watch_tries_every_ten_seconds_pushes_no_record_out(scene: Scene) -> None:
+    make(scene, run=EARLIER)
+    refuse(scene, "watch")
+    assert endings(scene) == [(EARLIER, "answered")]
+
+
 def created(scene: Scene) -> list[str]:
     return [event for node in scene.nodes for event in node.events if event.startswith("create")]
 
@@ -103,6 +147,19 @@ def test_the_replaced_pair_comes_back(scene: Scene, monkeypatch: pytest.MonkeyPa
     assert "run run-1) was brought back: answered" in error.details
     back = [container.labels["sparkserve.run"] for node in scene.nodes for container in node.containers]
     assert back == ["run-1", "run-1"]
+
+
+def test_a_recorded_pair_is_refused_beside_a_stranger_with_our_name(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "gather", lambda _node: None)
+    make(scene, run="run-1")
+    runs = scene.directory / "runs"
+    pair = records.pair_of(records.read_records(runs)[0])
+    assert pair is not None
+    scene.head.containers = [Container("sparkserve-rank0", {"app": "other"})]
+    (refusal,) = planning.plan_recorded(scene.deployment, pair, "run-2", runs).refusals
+    assert (refusal.code, refusal.node) == ("name_taken", "head")
 
 
 def test_a_pair_that_never_answered_does_not_come_back(scene: Scene) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import urllib.parse
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,7 +70,63 @@ def test_a_reader_is_as_the_rank_but_for_what_it_runs_and_its_devices() -> None:
     assert "secret" not in " ".join(reader)
     image = reader.index(spec.image)
     assert reader[image - 1] == "--entrypoint=sh"
-    assert tuple(reader[image + 1 :]) == ("-c", reader[image + 2], "sh", *TARGETS)
+    assert tuple(reader[image + 1 :]) == ("-c", reader[image + 2], spec.entrypoint[0], *TARGETS)
+
+
+NOWHERE = "entrypoint {here}:/nosuch:{here}:/usr/bin:/bin\n"
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A directory with a program, a link to nothing, a file that is no program, and a directory."""
+    (tmp_path / "link").symlink_to("/of/the/rank/alone")
+    (tmp_path / "engine").write_text("#!/bin/sh\n")
+    (tmp_path / "engine").chmod(0o755)
+    (tmp_path / "text").write_text("no program")
+    (tmp_path / "folder").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("engine", ""), ("{here}/engine", ""), ("./engine", ""), ("sh", ""),
+        ("nosuch", NOWHERE), ("{here}/nosuch", NOWHERE), ("./text", NOWHERE), ("folder", NOWHERE),
+        ("{here}/folder", NOWHERE), ("{here}/link", ""),
+    ],
+)  # fmt: skip
+def test_what_a_reader_types_of_the_entry_point(programs: Path, entry: str, said: str) -> None:
+    argv = reader_argv(replace(SPEC, entrypoint=(entry.format(here=programs),)))
+    script = argv[argv.index("-c") + 1]
+    environment = {"PATH": f"/nosuch:{programs}:/usr/bin:/bin"}
+    words = ["sh", "-c", script, entry.format(here=programs), str(programs / "text"), str(programs / "gone")]
+    done = subprocess.run(words, env=environment, cwd=programs, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{said.format(here=programs)}{programs}/gone\n"
+
+
+def test_an_entry_point_that_is_not_in_the_image() -> None:
+    said = b"x: 1: cannot open /model/a.txt: No such file"
+    found = checked(*make(stdout=b"entrypoint /srv:/usr/bin\n/model/a.txt\n", stderr=said))
+    assert found.verdict == "fail"
+    assert found.observed == f"rank 1 has no program {SPEC.entrypoint[0]} in {SPEC.image}"
+    assert "`entrypoint`" in found.hint
+
+
+@pytest.mark.parametrize(
+    ("entry", "looked", "verdict"),
+    [
+        ("engine", "/cache:/usr/bin", "fail"),
+        ("engine", "/:/usr/bin:/cache/bin", "ok"),
+        ("/cache/engine", "/:/usr/bin", "ok"),
+        ("bin/engine", "/cache:/usr/bin", "ok"),
+        ("bin/engine", "/opt:/cache/bin", "fail"),
+    ],
+)
+def test_an_entry_point_may_be_in_what_only_the_rank_is_given(entry: str, looked: str, verdict: str) -> None:
+    spec, (node, host) = replace(SPEC, entrypoint=(entry,), env={"PATH": "/some"}), make()
+    host.script(reader_argv(spec), f"entrypoint {looked}\n".encode())
+    assert check_sources(node, spec).verdict == verdict
+    assert "--env=PATH=/some" in reader_argv(spec)
 
 
 def test_all_is_there_and_open() -> None:

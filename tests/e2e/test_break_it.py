@@ -168,6 +168,13 @@ def test_a_home_that_cannot_be_written(locked: Pair) -> None:
         assert "hint: " in text
 
 
+def test_a_pair_that_serves_is_seen_where_nothing_can_be_written(steady: Pair) -> None:
+    steady.head.run(["rm", "-f", f"{HOME}/.local/state/sparkserve/trend.json"])
+    with read_only_home(steady):
+        code, text = shell(steady, "$S status")
+        assert (code, text.split(":")[0]) == (0, "running"), text
+
+
 def test_root_is_another_account_with_its_own_known_hosts(locked: Pair) -> None:
     code, text = shell(locked, "HOME=/root $S status", user="root")
     assert code == 6

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.refusal import codes
+from tests.e2e.test_bad_input import squatter
 from tests.lab.machine import wait_until
 from tests.lab.pair import Pair
 
@@ -114,8 +116,11 @@ def test_another_setting_replaces_the_pair_and_nothing_else_does(steady: Pair) -
 
 def test_a_stranger_with_our_name_is_refused(prepared: Pair) -> None:
     prepared.head.docker("run", "-d", "--name", RANKS[0], prepared.lab.registry_reference, "sleep", "600")
-    answer = prepared.ask("start")
-    assert (answer["exit_code"], answer["errors"][0]["code"]) == (3, "name_taken")
+    with squatter(prepared.worker, "0.0.0.0", 8888):
+        answer = prepared.ask("start")
+    assert (answer["exit_code"], codes(answer["errors"])) == (3, [("name_taken", "head"), ("check_port", "worker")])
+    last = prepared.ask("history")["data"]["runs"][0]
+    assert (last["command"], last["ending"], "port 8888" in last["error"]) == ("start", "failed", True)
     assert prepared.ask("stop")["exit_code"] == 0
     assert names(prepared) == [RANKS[0]]
 

@@ -102,6 +102,18 @@ def test_a_file_that_the_containers_user_may_not_read_keeps_the_pair_that_serves
     assert [node.docker("ps", "-aq") for node in serving.lab.nodes] == before
 
 
+def test_an_image_without_its_entry_point_keeps_the_pair_that_serves(serving: Pair) -> None:
+    image = '[image]\nentrypoint = ["/opt/engine/bin/nosuch"]\nflags_help = []\n'
+    serving.write(f"{OTHER}/recipe.toml", f'schema = 1\nextends = "lab"\nname = "lab"\n{image}')
+    before = [node.docker("ps", "-aq") for node in serving.lab.nodes]
+    answer = serving.ask("start", "--recipe", OTHER)
+    assert {(error["code"], error["node"]) for error in answer["errors"]} == {
+        ("check_source", "head"), ("check_source", "worker"),
+    }  # fmt: skip
+    assert "has no program /opt/engine/bin/nosuch in sparkserve/lab:" in answer["errors"][0]["message"]
+    assert [node.docker("ps", "-aq") for node in serving.lab.nodes] == before
+
+
 def test_a_start_that_is_killed_while_it_looks_inside_leaves_nothing_that_counts(prepared: Pair) -> None:
     pipe = f"{HOME}/nobody-writes"
     prepared.write(

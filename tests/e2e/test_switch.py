@@ -84,6 +84,7 @@ def test_a_setting_that_breaks_the_engine_is_named_and_undone(serving: Pair) -> 
     answer = serving.ask("start")
     assert [error["code"] for error in answer["errors"]] == ["image_flags"]
     assert "does not know --no-such-flag" in text_of(answer)
+    assert "SPARKSERVE_EXTRA_ARGS: not set -> ('--no-such-flag',)" in text_of(answer)
     assert [node.docker("ps", "-q") for node in serving.lab.nodes] == before, "a flag is refused before anything stops"
     # The engine knows the flag, and not the value.
     serving.write_settings(SPARKSERVE_EXTRA_ARGS="--backend none")

@@ -314,6 +314,13 @@ def test_a_port_that_is_held_beside_a_rank_of_ours_is_its_own_on_either_node() -
     assert (idle.verdict, "sport = :8888" in idle.advice) == ("fail", True)
 
 
+def test_a_strangers_container_on_a_port_is_no_rank_of_ours_beside_one() -> None:
+    held = {8888: PortFacts(free=False, holder="container mine0 (x)", container="mine0")}
+    (found,) = judged(make_subject(system={"worker": {"ports": held, "containers": (OURS,)}}), "port")
+    assert (found.verdict, found.observed) == ("fail", "port 8888 (api): held by container mine0 (x)")
+    assert found.advice == "docker stop mine0; or set SPARKSERVE_API_PORT"
+
+
 def test_a_port_that_a_container_holds_names_the_container_to_stop() -> None:
     (found,) = judged(make_subject(**port(free=False, holder="container mine0 (x)", container="mine0")), "port")
     assert found.advice == "docker stop mine0; or set SPARKSERVE_API_PORT"

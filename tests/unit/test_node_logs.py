@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sparkserve.docker_program import docker_get, docker_logs, read_frames
-from sparkserve.engine_facts import docker_body, parse_moment, parse_top
-from sparkserve.engine_logs import LogFollower, LogLine, find_trouble, match_phase
+from sparkserve.engine_facts import ContainerFacts, docker_body, parse_moment, parse_top
+from sparkserve.engine_logs import LogFollower, LogLine, find_trouble, match_phase, save_log, saved_runs
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
 from sparkserve.recipe import KnownFailure, Phase
 from tests.fakes import FakeSession, make_node
@@ -24,6 +24,20 @@ def frame(text: str, stream: int = 1) -> bytes:
 def read(data: bytes, limit: int = 10_000) -> list[list[str]]:
     lines: list[list[str]] = read_frames(io.BytesIO(data), limit)["lines"]
     return lines
+
+
+def test_logs_of_the_last_twenty_runs_are_kept(tmp_path: Path) -> None:
+    runs = [f"20260101T0000{number:02}.000-aaaa" for number in range(21)]
+    for run in runs:
+        (tmp_path / run).mkdir()
+        for name in ("rank0.log", "rank1.log", "record.json"):
+            (tmp_path / run / name).touch()
+    answer = {"status": 200, "lines": [["2026-01-01T00:00:00Z", "hello"]], "more": False, "time": 0.0}
+    node = make_node("worker", session=FakeSession({"docker_logs": answer}))
+    kept = save_log(node, ContainerFacts("c1", "sparkserve-rank1", "exited", rank=1, run=runs[-1]), tmp_path, ())
+    assert kept.read_text() == "2026-01-01T00:00:00Z hello\n"
+    assert saved_runs(tmp_path) == runs[:0:-1]
+    assert [path.name for path in (tmp_path / runs[0]).iterdir()] == ["record.json"]
 
 
 def test_frames_of_both_streams() -> None:

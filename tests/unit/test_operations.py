@@ -10,10 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from sparkserve import attempt, engine, lifecycle, link, lock, operations, planning, records
-from sparkserve.cluster import Cluster, lock_holder, pair_lock
-from sparkserve.engine_facts import LOOK_SECONDS
+from sparkserve import attempt, blueprint, engine, lifecycle, link, lock, operations, planning, preflight, records
+from sparkserve.blueprint import Place, Seen
+from sparkserve.checks import Check
+from sparkserve.cluster import ROLES, Cluster, Role, lock_holder, pair_lock
+from sparkserve.container import build_spec
+from sparkserve.endpoint import Endpoint
+from sparkserve.engine_facts import LOOK_SECONDS, ContainerFacts, Facts, Memory
 from sparkserve.engine_stop import Stopping
+from sparkserve.engine_watch import Launch
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, EXIT_USAGE, SparkserveError, flatten
 from sparkserve.lifecycle import Outcome, Session
 from sparkserve.lock import LockedImage, write_lock
@@ -27,7 +32,7 @@ from sparkserve.status_look import Question, Status
 from tests.component.docker_node import DockerNode
 from tests.fakes import FakeSession, make_cluster
 from tests.unit.cases import wait_for
-from tests.unit.deployments import make_deployment, make_lock
+from tests.unit.deployments import FILES, IMAGE, LINKS, make_deployment, make_lock
 
 NEWER = LockedImage(base="nvcr.io/nvidia/pytorch@sha256:" + "f" * 64)
 ENVIRONMENT = {"SPARKSERVE_WORKER": "spark@10.0.0.2"}
@@ -91,6 +96,67 @@ def test_a_lock_is_not_written_under_a_command_at_work(tmp_path: Path, monkeypat
     assert not session.lock_file.exists()
     assert lifecycle.lock_sources(session, update=True, dry_run=False).written
     assert session.lock_file.exists()
+
+
+# -- a start ----------------------------------------------------------------------------------------------------------
+
+
+def made_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *refusals: SparkserveError) -> Session:
+    """A session whose pair is planned, with what keeps its start from being made."""
+    session = make_session(tmp_path)
+    session.voice, session.command = Output(Mode.QUIET), "start"
+    specs = {role: build_spec(make_deployment(), rank, LINKS, FILES, IMAGE) for rank, role in enumerate(LINKS)}
+    launch = Launch(specs, "run-2", Endpoint("http://127.0.0.1:8888", "flash"), session.state / "runs")
+    build = Change("head", "build", "image", "absent", "built", lambda _: "")
+    create = Change("head", "start", "rank0", "absent", "running", lambda _: "", (build.key,) * bool(refusals), "start")
+    planned = Starting([create], {}, launch, refusals=refusals)
+    seen = Seen(seconds=0, nodes={})
+    for module, name, answer in (
+        (planning, "plan_preparation", [build] * bool(refusals)),
+        (planning, "plan_start", planned),
+        (blueprint, "see", seen),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, _answer=answer, **__: _answer)
+    return session
+
+
+def test_all_that_refuses_a_start_is_told_at_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = SparkserveError("name_taken", "has our name", node="head", exit_code=EXIT_NOT_READY)
+    session = made_start(monkeypatch, tmp_path, taken)
+    held = Check("port", "worker", "fail", "port 8888: held", "a free port")
+    monkeypatch.setattr(preflight, "preflight", lambda *_: [held])
+    with pytest.raises(SparkserveError) as caught:
+        lifecycle.run_steps(session, ("start",), opened=make_deployment())
+    assert [error.code for error in flatten(caught.value)] == ["name_taken", "not_prepared", "check_port"]
+    assert caught.value.exit_code == EXIT_NOT_READY
+    (record,) = records.read_records(session.state / "runs")
+    assert (record.command, record.ending) == ("start", "failed")
+    assert "has our name; 1 earlier changes are still to be made; worker: port 8888: held" in record.error
+    with pytest.raises(SparkserveError) as shown:
+        lifecycle.run_steps(session, ("start",), opened=make_deployment(), dry_run=True)
+    assert [error.code for error in flatten(shown.value)] == ["name_taken", "not_prepared"]
+    assert len(records.read_records(session.state / "runs")) == 1, "one that is only shown is none"
+
+
+def test_a_start_that_answered_is_one_where_its_wish_cannot_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = made_start(monkeypatch, tmp_path)
+    monkeypatch.setattr(preflight, "preflight", lambda *_: [])
+    (session.state / "wanted.json").mkdir(parents=True)
+    assert lifecycle.run_steps(session, ("start",), opened=make_deployment()).report.applied
+    assert "the head's state cannot be written" in capsys.readouterr().err
+
+
+def test_a_live_plan_is_drawn_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = make_session(tmp_path)
+    session.voice = Output(Mode.QUIET)
+    nodes: dict[Role, Place] = {role: Place(home="/home/spark") for role in ROLES}
+    monkeypatch.setattr(lifecycle, "connect", lambda _: contextlib.nullcontext(make_cluster()))
+    monkeypatch.setattr(link, "gather", lambda _: None)
+    monkeypatch.setattr(blueprint, "see", lambda *_: Seen(seconds=0, nodes=nodes))
+    session.facts_file.mkdir(parents=True)
+    assert set(lifecycle.draw(session, None, live=True).specs) == {"head", "worker"}
 
 
 # -- eyes -------------------------------------------------------------------------------------------------------------
@@ -258,6 +324,20 @@ def test_a_restart_takes_the_recorded_pair_where_what_is_new_was_not_made_ready(
     assert [(one[0].lock, one[1], one[4]) for one in made] == [(old, pair, ("swap",))] * comes_back
     with pytest.raises(SparkserveError, match="not now"):
         lifecycle.restart(session, None)
+
+
+def test_a_planned_start_tells_a_stranger_with_our_name_from_the_preflight_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger = ContainerFacts("s1", "sparkserve-rank0", "running", image="web")
+    facts: dict[Role, Facts] = {"head": Facts(0.0, Memory(0, 0, 0), foreign=(stranger,))}
+    seen = Status(Verdict("stopped", ()), facts, {}, Evidence())
+    for name, answer in (("build_specs", {}), ("look", seen), ("is_warm", True)):
+        monkeypatch.setattr(planning, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(link, "gather", lambda _: None)
+    monkeypatch.setattr(engine, "plan", lambda *_: [])
+    (refusal,) = planning.plan_start(make_deployment(), tmp_path / "runs", []).refusals
+    assert (refusal.code, refusal.node) == ("name_taken", "head")
 
 
 def test_a_start_that_cannot_see_whether_the_pair_answers_says_so(

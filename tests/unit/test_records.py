@@ -88,6 +88,16 @@ def test_newest_first_and_the_oldest_go(tmp_path: Path, monkeypatch: pytest.Monk
     assert [one.run for one in records.read_records(tmp_path)] == ["run-4", "run-3", "run-2"]
 
 
+def test_the_last_that_answered_stays_however_often_a_start_was_refused_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "_KEPT", 3)
+    for number in range(6):
+        ending: records.Ending = "answered" if number < 2 else "failed"
+        records.save_record(tmp_path, replace(make_record(), run=f"run-{number}", ending=ending))
+    assert [one.run for one in records.read_records(tmp_path)] == ["run-5", "run-4", "run-3", "run-1"]
+
+
 def test_records_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     records.save_record(tmp_path, make_record())
     for name, text in (("run-2", "{"), ("run-3", '{"run": "of another version"}')):

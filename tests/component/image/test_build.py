@@ -33,6 +33,14 @@ from tests.lab.hub import Hub
 from tests.unit.cases import wait_for
 
 
+def test_a_disk_that_takes_no_answer_of_the_engine_keeps_no_image_from_its_name(
+    deployment: Deployment, docker: FakeDocker, tmp_path: Path
+) -> None:
+    (tmp_path / "state/sparkserve/image-flags.json").mkdir(parents=True)
+    assert build(deployment).endswith("starts and knows all 3 flags")
+    assert set(docker.read("head")) == {tag(deployment)}
+
+
 def test_a_build_is_proved_and_then_named(deployment: Deployment, docker: FakeDocker) -> None:
     work = RecordingWork()
     proof = build(deployment, work)
