@@ -131,7 +131,7 @@ def _name_cable(subject: Subject) -> str:
     links = subject.links
     if len(links) < len(ROLES):
         return "`sparkserve link` proposes one, once both nodes answer"
-    found = [one for one in propose(links) if one.rdma or not subject.uses_rdma]
+    found = propose(links, needs_rdma=subject.uses_rdma)
     if not found:
         return ""
     owned = {facts.address for facts in links.values() if facts.interface}

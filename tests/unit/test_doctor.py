@@ -38,6 +38,7 @@ from sparkserve.doctor_tables import report_data, report_view, summary
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
 from sparkserve.hosts import Host, LocalHost, UnreachableHost
 from sparkserve.lifecycle import Session, open_session
+from sparkserve.link_rdma import RDMA_GLOBS
 from sparkserve.output import Mode, Output
 from sparkserve.pair_checks import Difference
 from sparkserve.parameters import secrets_to_mask
@@ -181,6 +182,20 @@ def test_the_cable_is_found_only_for_a_worker_without_settings(
     assert [check.verdict for check in found] == [verdict, verdict]
     lines = [f"SPARKSERVE_{role.upper()}_LINK={seen.nodes[role].address}" for role in ROLES]
     assert [check.advice.splitlines()[1:] for check in found] == [[] if verdict == "ok" else lines] * 2
+
+
+def test_a_network_without_rdma_is_not_taken_for_the_cable_of_a_recipe_that_needs_it(
+    session: Session, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = {role: copy.deepcopy(seen.raw[role]) for role in ROLES}
+    for found in raw.values():
+        found["facts"]["globs"][RDMA_GLOBS["state"]] = {}
+    replayed(monkeypatch, session, raw)
+    settings = session.settings.model_copy(update={"head_link": "", "worker_link": ""})
+    session.loaded = replace(session.loaded, settings=settings, sources={**session.loaded.sources, "worker": "flag"})
+    links = [check for check in examine(session).checks if check.id.startswith("link_")]
+    assert [(check.id, check.verdict) for check in links] == [("link_address", "fail")] * 2
+    assert all(check.observed.endswith("_LINK is not set") for check in links)
 
 
 def test_a_key_that_cannot_be_read_is_no_key(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
