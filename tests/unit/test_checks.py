@@ -37,7 +37,6 @@ NEVER_UNSEEN = {
     "clock": "the node's program always knows its own clock",
     "api_key": "settings and key are the head's own files: what doctor cannot read, a start cannot read either",
     "link_kind": "all facts of an end come in one answer; where it is missing, link_address says so",
-    "link_rdma": "as link_kind",
     "link_halves": "as link_kind",
     "link_route": "as link_kind",
     "link_network": "as link_kind",
@@ -78,6 +77,7 @@ def end(*interfaces: Interface, **changes: Any) -> dict[str, Any]:
     return {"links": {"worker": {**({"interfaces": interfaces} if interfaces else {}), **changes}}}
 
 
+UNREADABLE = RdmaDevice("rocep1s0f1", CABLE.name, active=True, gids=(), unread="/sys/x/types/3")
 TWINS = end(*make_link("head").interfaces)
 NO_IP = SparkserveError("link_unseen", "`ip -json address` gave no answer", "sudo apt-get install iproute2")
 UNLINKED = {"links": {"worker": None}, "unread": {("link_address", "worker"): NO_IP}}
@@ -240,6 +240,8 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("link_address", UNLINKED, "unseen", "gave no answer"),
     ("link_rdma", {}, "ok", "rocep1s0f1, roceP2p1s0f1, GID 3"),
     ("link_rdma", {"links": {"worker": {"gid_index": None}}}, "fail", "no active RDMA device of enp1s0f1np1"),
+    ("link_rdma", {"links": {"worker": {"gid_index": None, "devices": (UNREADABLE,)}}}, "unseen", "cat /sys/x/types/3"),
+    ("link_rdma", {"links": {"worker": {"devices": (UNREADABLE,)}}}, "ok", "GID 3"),
     ("link_mtu", {}, "ok", "head 9000, worker 9000"),
     ("link_mtu", {"links": {"worker": {"mtu": 1500}}}, "fail", "head 9000, worker 1500"),
     ("link_mtu", {"links": {"head": {"mtu": 1500}, "worker": {"mtu": 1500}}}, "warn", "head 1500, worker 1500"),
