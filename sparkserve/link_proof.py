@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sparkserve import link_program, system, takeover_facts
 from sparkserve.checks import Check, verdict
 from sparkserve.cluster import ROLES, Cluster, Node, NodeSession, Role
+from sparkserve.errors import SparkserveError
 
 if TYPE_CHECKING:
     from sparkserve.link import LinkFacts
@@ -54,7 +55,7 @@ def prove(
     floor: float = FLOOR_GBPS,
     is_idle: Callable[[], bool] = lambda: False,
 ) -> list[Check]:
-    """Prove the cable within two and a half seconds; `floor` is in Gb/s.
+    """Prove the cable within two and a half seconds; `floor` is in Gb/s. Where that breaks off, the rest is unseen.
 
     How much it carries is not measured while a pair runs, unless it is ours and `is_idle` knows that nobody waits.
     """
@@ -62,30 +63,55 @@ def prove(
     if unknown:
         seen, hint = "no interface owns the link address", "`sparkserve link` shows what may be the cable"
         return [Check("link_tcp", role, "fail", seen, "an interface on both nodes", hint) for role in unknown]
+    found: list[Check] = []
+    try:
+        for check in _prove_all(cluster, links, master_port, floor, is_idle):
+            found.append(check)
+    except SparkserveError as error:
+        seen = {(check.id, check.node) for check in found}
+        names = ["link_mtu_path", "link_tcp", *_names_of_rates(links["head"], links["worker"])]
+        needed = "both ends of the cable, by a program"
+        found += [
+            Check(name, error.node, "unseen", str(error), needed, error.hint)
+            for name in names
+            if any((name, role) not in seen for role in ROLES)
+        ]
+    return found
+
+
+def _prove_all(
+    cluster: Cluster, links: Mapping[Role, LinkFacts], master_port: int, floor: float, is_idle: Callable[[], bool]
+) -> Iterator[Check]:
+    """Prove one thing after the other; what is known stays so, whatever becomes of the next."""
     users, unseen = cluster.try_both(see_users)
     ours = [role for role, (is_ours, _) in users.items() if is_ours]
     theirs = dict.fromkeys(name for _, names in users.values() for name in names)
     with _open_ends(cluster, links, master_port) as (head, worker):
-        checks = [prove_frames(head, worker), prove_frames(worker, head)]
-        meeting = judge_meeting(head.held, master_port, ours="head" in ours)
+        yield prove_frames(head, worker)
+        yield prove_frames(worker, head)
+        yield from judge_meeting(head.held, master_port, ours="head" in ours)
         ports = (head.tcp, master_port) if not head.held else (head.tcp,)
-        tcp = [*meeting, prove_tcp(head, worker, (worker.tcp,)), prove_tcp(worker, head, ports)]
-        checks += tcp
+        yield (there := prove_tcp(head, worker, (worker.tcp,)))
+        yield (back := prove_tcp(worker, head, ports))
         runs = "a pair of ours runs" if ours and not theirs else f"{', '.join(theirs)} may use the cable"
         why = f"{runs}, and is not disturbed" if ours or theirs else "Docker does not say whether a pair runs"
         if theirs or ((ours or unseen) and not is_idle()):
-            return [*checks, *_leave_out(head, worker, why, "a pair that is idle")]
-        if any(check.verdict == "fail" for check in tcp[len(meeting) :]):
-            return [*checks, *_leave_out(head, worker, "TCP does not come through", "TCP both ways")]
-        checks += [prove_bandwidth(head, worker, floor), prove_bandwidth(worker, head, floor)]
-        return [*checks, *prove_rdma(cluster, head, worker, floor)]
+            yield from _leave_out(head, worker, why, "a pair that is idle")
+        elif "fail" in (there.verdict, back.verdict):
+            yield from _leave_out(head, worker, "TCP does not come through", "TCP both ways")
+        else:
+            yield prove_bandwidth(head, worker, floor)
+            yield prove_bandwidth(worker, head, floor)
+            yield from prove_rdma(cluster, head, worker, floor)
 
 
 def _leave_out(head: End, worker: End, why: str, needed: str) -> list[Check]:
-    names = ["link_bandwidth", *(["link_rdma_bandwidth"] if _pair_halves(head, worker) else [])]
-    return [
-        Check(name, "", "unseen", f"not measured: {why}", needed, "later: `sparkserve link --prove`") for name in names
-    ]
+    names, hint = _names_of_rates(head.link, worker.link), "later: `sparkserve link --prove`"
+    return [Check(name, "", "unseen", f"not measured: {why}", needed, hint) for name in names]
+
+
+def _names_of_rates(head: LinkFacts, worker: LinkFacts) -> list[str]:
+    return ["link_bandwidth", *(["link_rdma_bandwidth"] if _pair_halves(head, worker) else [])]
 
 
 def see_users(node: Node) -> tuple[bool, list[str]]:
@@ -201,7 +227,7 @@ def _judge_rate(name: str, sender: End, measured: tuple[float, str], floor: floa
 
 def prove_rdma(cluster: Cluster, head: End, worker: End, floor: float) -> list[Check]:
     """Measure RDMA both ways over each half of the port, where perftest is on both nodes."""
-    halves = _pair_halves(head, worker)
+    halves = _pair_halves(head.link, worker.link)
     if not halves:
         return []
     tool = "ib_write_bw"
@@ -214,11 +240,11 @@ def prove_rdma(cluster: Cluster, head: End, worker: End, floor: float) -> list[C
     return there + [_prove_half((worker, theirs), (head, ours), floor) for ours, theirs in halves]
 
 
-def _pair_halves(head: End, worker: End) -> list[tuple[str, str]]:
+def _pair_halves(head: LinkFacts, worker: LinkFacts) -> list[tuple[str, str]]:
     """Pair the RDMA devices of both ends; none where one end has no address for RDMA."""
-    if None in (head.link.gid_index, worker.link.gid_index):
+    if None in (head.gid_index, worker.gid_index):
         return []
-    return list(zip(head.link.hcas, worker.link.hcas, strict=False))
+    return list(zip(head.hcas, worker.hcas, strict=False))
 
 
 def _prove_half(source: tuple[End, str], target: tuple[End, str], floor: float) -> Check:

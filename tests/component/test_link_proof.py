@@ -18,8 +18,10 @@ import pytest
 from sparkserve import link_program, link_proof
 from sparkserve.checks import Check
 from sparkserve.cluster import Cluster, Node, Role
+from sparkserve.errors import SparkserveError
 from sparkserve.hosts import LocalHost
 from sparkserve.link import LinkFacts
+from sparkserve.link_proof import End
 from sparkserve.settings import Settings
 from tests.unit.cases import wait_for
 
@@ -183,6 +185,38 @@ def test_a_pair_of_others_is_never_measured_beside(cluster: Cluster) -> None:
     checks = link_proof.prove(cluster, links(), master_port=free_port(), is_idle=lambda: True)
     assert verdicts(checks) == [*PROVED, *LEFT_OUT]
     assert checks[-1].observed == "not measured: tf-worker may use the cable, and is not disturbed"
+
+
+SILENT = SparkserveError("node_silent", "gave no answer to `x`", "wait a minute", "worker", exit_code=6)
+
+
+@pytest.mark.parametrize(
+    ("broken", "found", "unseen"),
+    [
+        (("_open_ends", ""), [], ["link_mtu_path", "link_tcp", "link_bandwidth", "link_rdma_bandwidth"]),
+        (("prove_frames", "head"), PROVED[:1], ["link_mtu_path", "link_tcp", "link_bandwidth", "link_rdma_bandwidth"]),
+        (("prove_tcp", ""), PROVED[:2], ["link_tcp", "link_bandwidth", "link_rdma_bandwidth"]),
+        (("prove_tcp", "head"), PROVED[:3], ["link_tcp", "link_bandwidth", "link_rdma_bandwidth"]),
+        (("prove_bandwidth", "head"), [*PROVED, CARRIED[0]], ["link_bandwidth", "link_rdma_bandwidth"]),
+        (("prove_rdma", ""), [*PROVED, *CARRIED], ["link_rdma_bandwidth"]),
+    ],
+)
+def test_a_proof_that_breaks_off_keeps_what_was_seen(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, broken: tuple[str, str], found: list[Any], unseen: list[str]
+) -> None:
+    step, node = broken
+    whole = getattr(link_proof, step)
+
+    def breaks(*given: Any) -> Any:
+        if isinstance(given[0], End) and given[0].role == node:
+            return whole(*given)
+        raise SILENT
+
+    monkeypatch.setattr(link_proof, step, breaks)
+    checks = link_proof.prove(cluster, links(), master_port=free_port(), floor=0.1, is_idle=lambda: True)
+    assert verdicts(checks) == [*found, *((name, "worker", "unseen") for name in unseen)]
+    assert {check.observed for check in checks[len(found) :]} == {str(SILENT)}
+    assert checks[-1].advice == "wait a minute"
 
 
 def test_the_meeting_port_of_a_stranger(cluster: Cluster) -> None:
