@@ -84,7 +84,7 @@ def examine(
         needs = _find_needs(deployment, looks.keys(), plans=len(answering) == len(ROLES))
         subject = replace(_find_cable(session, cluster, looks), needs=tuple(needs))
         running = {role: look.running for role, look in looks.items() if look.running is not None}
-        checks = [*_reached(session, unseen), *preflight.judge(subject), *preflight.check_foreign_pair(running)]
+        checks = [*_reached(session, unseen), *preflight.judge(subject), *preflight.check_foreign_containers(running)]
         if proves_link and sum(bool(end.interface) for end in subject.links.values()) == len(ROLES):
             checks += prove_cable(session, cluster, dict(subject.links), FLOOR_GBPS)
         differences = compare(subject)

@@ -118,16 +118,15 @@ def _names_of_rates(head: LinkFacts, worker: LinkFacts) -> list[str]:
 def see_users(node: Node) -> tuple[bool, list[str]]:
     """See who may use the cable: whether a rank of ours runs, and by name whatever of others could be one of a pair."""
     running, facts = takeover_facts.gather(node).running, system.gather(node)
-    theirs = [one.name for one in running if not one.is_ours and _may_use_cable(one.options)]
+    theirs = [one.name for one in running if not one.is_ours and _may_use_cable(one)]
     theirs += [one.container or f"{one.name} (process {one.pid})" for one in facts.gpu_processes or () if not one.ours]
     if facts.gpu_processes is None and facts.gpu_error != "missing":
         theirs.append("a process that nvidia-smi does not tell of")
     return any(one.is_ours for one in running), theirs
 
 
-def _may_use_cable(options: Mapping[str, Any]) -> bool:
-    has_rdma = any(path.startswith("/dev/infiniband") for path in options["devices"])
-    return bool(has_rdma or options["privileged"] or options["network_mode"] == "host")
+def _may_use_cable(one: takeover_facts.Running) -> bool:
+    return one.options["network_mode"] == "host" or any(what != "the GPU" for what in one.devices_of_a_rank)
 
 
 @contextmanager

@@ -338,6 +338,7 @@ FAULTS = [
     Fault(lambda node: models_on(node, "size=9g,mode=755"), "writable", "fail", "cannot be written"),
     Fault(lambda node: foreign_container(node, "-p", "8888:80"), "port", "fail", "held by container web ("),
     Fault(lambda node: foreign_container(node, "--network=host"), "containers", "warn", "on the host's network: web"),
+    Fault(lambda node: foreign_container(node, "--device=/dev/infiniband"), "containers", "warn", "web was given RDMA"),
     Fault(lambda node: squatter(node, "127.0.0.1", 8888), "port", "fail", "held by python3 (process"),
 ]
 # The head is looked at by another way than the worker: those whose facts come from beyond files and tools.
