@@ -85,8 +85,8 @@ CATALOG: dict[str, Entry] = {
         "bring both nodes to the same Docker version",
     ),
     "containers": Entry(
-        "A container of somebody else with the GPU, with RDMA devices or on the host's network may take memory, the cable"
-        " or ports of the model at any time.",
+        "A container of somebody else with the GPU, with RDMA devices or on the host's network may take memory, the"
+        " cable or ports of the model at any time.",
         "docker stop …",
     ),
     # -- memory -------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def preflight(deployment: Deployment, wanted: Plan, start: Starting | None) -> l
 def check_foreign_containers(facts: Mapping[Role, takeover_facts.Facts]) -> list[Check]:
     """Refuse to start beside ranks of somebody else's script, by name, with what is missing of their pair.
 
-    Of others that were given what a rank needs it is only told; those on the host's network the list of containers shows.
+    Others that were given what a rank needs are only told; those on the host's network are told from Docker's list.
     """
     ranks = [rank for found in facts.values() for rank in find_ranks(found.running) if not rank.running.is_ours]
     way = "`sparkserve init --from-running` writes its recipe"
@@ -77,7 +77,10 @@ def check_foreign_containers(facts: Mapping[Role, takeover_facts.Facts]) -> list
     for one in (one for found in facts.values() for one in found.running):
         is_told = one.is_ours or one in named or one.options.get("network_mode") == "host"
         if one.devices_of_a_rank and not is_told:
-            observed, needed = f"{one.name} was given {' and '.join(one.devices_of_a_rank)}", "devices for the rank alone"
+            observed, needed = (
+                f"{one.name} was given {' and '.join(one.devices_of_a_rank)}",
+                "devices for the rank alone",
+            )
             checks.append(Check("containers", one.role, "warn", observed, needed, one.stop_hint))
     return checks
 

@@ -127,7 +127,9 @@ def test_link_local_only_when_there_is_nothing_else() -> None:
 CABLE, LAN = "enp1s0f1np1", "enP7s7"
 
 
-def dressed(number: int, *ports: Interface, rdma: tuple[str, ...] = (CABLE,), default: tuple[str, ...] = ()) -> LinkFacts:
+def dressed(
+    number: int, *ports: Interface, rdma: tuple[str, ...] = (CABLE,), default: tuple[str, ...] = ()
+) -> LinkFacts:
     """Give a node whose cable has a link-local address, as NVIDIA's guide sets it up, with other ports beside."""
     return node(local(CABLE, f"169.254.{number}.1"), *ports, rdma=rdma, default=default)
 
