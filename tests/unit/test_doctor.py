@@ -38,6 +38,7 @@ from sparkserve.doctor_tables import report_data, report_view, summary
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
 from sparkserve.hosts import Host, LocalHost, UnreachableHost
 from sparkserve.lifecycle import Session, open_session
+from sparkserve.link import parse_interfaces
 from sparkserve.link_rdma import RDMA_GLOBS
 from sparkserve.output import Mode, Output
 from sparkserve.pair_checks import Difference
@@ -478,6 +479,7 @@ def test_names_and_addresses_are_replaced_each_by_the_same() -> None:
         ('[{"gpu":"free","dev":"at gpu"}]\n', '[{"gpu":"free","dev":"at worker"}]'),
         ("worker and head", "head and worker"),
         ("free docker lab-7", "user1 docker group1"),
+        ("gpu.home.lan. 10.0.0.9 gpu-2.home.lan free.d", "worker. 10.0.1.9 gpu-2.home.lan user1.d"),
     ],
 )  # fmt: skip
 def test_only_what_tells_whose_it_is_is_replaced(found: Any, shown: Any) -> None:
@@ -494,6 +496,25 @@ def test_persons_groups_and_machines_are_named_anew(seen: Seen) -> None:
     wanted = {"anna": "user1", "bert": "user2", "secret-lab": "group1", "gpu": "head", "box.example.org": "worker"}
     assert wanted.items() <= found.items()
     assert not {"sudo", "docker", "root"} & found.keys()
+
+
+def test_of_an_interface_and_of_a_name_no_more_is_kept_than_is_read() -> None:
+    address = {"family": "inet", "local": "10.100.8.1", "prefixlen": 24}
+    told = {"phys_switch_id": "3c6d66aabbcc", "phys_port_id": "3c6d66aabbcc", "ifalias": "of anna", "permaddr": "3c:6d"}
+    row = {"ifname": "enp1s0f1np1", "mtu": 9000, "flags": ["UP", "LOWER_UP"], "linkinfo": {"info_kind": "veth"}}
+    row |= {"master": "br0", "addr_info": [{**address, "label": "anna"}]}
+    full = {**row, **told, "linkinfo": {**row["linkinfo"], "info_data": {"id": "3c6d66aabbcc"}}}
+    ip = {"code": 0, "out": json.dumps([full, {"ifname": "lo"}]), "err": ""}
+    name = {"code": 0, "out": "10.0.0.1      STREAM box.anna.example\n10.0.0.1      DGRAM  \n", "err": ""}
+    kept = doctor_record._shorten("commands", {"ip": ip, "own_name": name, "gpu": None})
+    assert json.loads(kept["ip"]["out"]) == [{**row, "addr_info": [address]}, {"ifname": "lo"}]
+    assert kept["own_name"]["out"].split() == ["10.0.0.1", "10.0.0.1"]
+    globs: dict[str, Any] = {name: {} for name in ("wireless", "speed")}
+    assert parse_interfaces(kept["ip"], globs) == parse_interfaces(ip, globs)
+    silent = {name: {"code": 0, "out": "1: of anna", "err": ""} for name in ("ip",)}
+    assert doctor_record._shorten("commands", {**silent, "own_name": None}) == {
+        "ip": {"code": 0, "out": "", "err": ""}, "own_name": None
+    }  # fmt: skip
 
 
 def test_the_same_containers_are_recorded_alike() -> None:
