@@ -69,13 +69,13 @@ def prove(
         for check in _prove_all(cluster, links, master_port, floor, is_idle):
             found.append(check)
     except SparkserveError as error:
-        seen = {(check.id, check.node) for check in found}
+        proved = {(check.id, check.node) for check in found}
         names = ["link_mtu_path", "link_tcp", *_names_of_rates(links["head"], links["worker"])]
         needed = "both ends of the cable, by a program"
         found += [
             Check(name, error.node, "unseen", str(error), needed, error.hint)
             for name in names
-            if any((name, role) not in seen for role in ROLES)
+            if any((name, role) not in proved for role in ROLES)
         ]
     return found
 

@@ -29,7 +29,40 @@ MEMORY = make_system().memory
 OURS = Container("a" * 64, "sparkserve-rank0", "sparkserve/x:1", True, True, ())
 WEB = Container("b" * 64, "web", "nginx:1", False, False, (8080,))
 # Judged elsewhere: what the doctor says of a node, what a start asks a container, and what the link's own proof says.
-ELSEWHERE = {"reach", "source", "link_mtu_path", "link_tcp", "link_bandwidth", "link_rdma_bandwidth"}
+# A node that cannot be reached is never a failed one.
+BROKEN_OFF = "component/test_link_proof.py::test_a_proof_that_breaks_off_keeps_what_was_seen"
+ELSEWHERE: dict[str, dict[str, str]] = {
+    "reach": {
+        "ok": "unit/test_doctor.py::test_a_worker_that_was_not_reached_leaves_the_heads_checks_and_the_reason",
+        "unseen": "unit/test_doctor.py::test_a_worker_that_was_not_reached_leaves_the_heads_checks_and_the_reason",
+    },
+    "source": {
+        "ok": "component/test_source_checks.py::test_all_is_there_and_open",
+        "fail": "component/test_source_checks.py::test_what_is_missing_is_told_without_any_container",
+        "unseen": "component/test_source_checks.py::test_a_container_that_does_not_run",
+    },
+    "link_mtu_path": {
+        "ok": "unit/test_link_proof.py::test_frames",
+        "fail": "unit/test_link_proof.py::test_frames",
+        "unseen": BROKEN_OFF,
+    },
+    "link_tcp": {
+        "ok": "unit/test_link_proof.py::test_tcp",
+        "fail": "unit/test_link_proof.py::test_tcp",
+        "unseen": BROKEN_OFF,
+    },
+    "link_bandwidth": {
+        "ok": "unit/test_link_proof.py::test_bandwidth",
+        "fail": "unit/test_link_proof.py::test_bandwidth",
+        "unseen": BROKEN_OFF,
+    },
+    "link_rdma_bandwidth": {
+        "ok": "component/test_link_proof.py::test_perftest_over_each_half",
+        "fail": "component/test_link_proof.py::test_perftest_over_each_half",
+        "warn": "component/test_link_proof.py::test_no_perftest",
+        "unseen": BROKEN_OFF,
+    },
+}
 # Checks that can always look.
 NEVER_UNSEEN = {
     "tools": "the node's program always knows its own PATH",
@@ -288,6 +321,19 @@ def test_every_check_is_seen_in_order_and_not_and_unseen() -> None:
     missing = {name for name, found in seen.items() if "ok" not in found or not found & {"warn", "fail"}}
     assert missing == set()
     assert {name for name, found in seen.items() if "unseen" not in found} == NEVER_UNSEEN.keys()
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_is_judged_elsewhere_has_its_tests_there(name: str) -> None:
+    wanted = ELSEWHERE[name]
+    assert {"ok", "unseen"} <= wanted.keys()
+    assert wanted.keys() & {"warn", "fail"} or name == "reach"
+    for verdict, place in wanted.items():
+        path, _, test = place.partition("::")
+        tree = ast.parse((Path(__file__).parents[1] / path).read_text())
+        (found,) = [one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == test]
+        words = {one.value for one in ast.walk(found) if isinstance(one, ast.Constant)}
+        assert verdict in words, f"{place} says nothing of {verdict}"
 
 
 def test_a_recipe_without_gpu_is_judged_without() -> None:

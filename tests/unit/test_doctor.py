@@ -254,10 +254,10 @@ def test_a_worker_that_was_not_reached_leaves_the_heads_checks_and_the_reason(
     replayed(monkeypatch, run, {"head": seen.raw["head"]})
     report = examine(run, proves_link=True, record=tmp_path / "head.json")
     assert report.exit_code == EXIT_COULD_NOT_LOOK
-    (unseen,) = [check for check in report.checks if check.verdict != "ok"]
-    assert (unseen.id, unseen.node, unseen.observed, unseen.advice) == (
-        "reach", "worker", "cannot reach it", "ssh spark true"
-    )  # fmt: skip
+    head, worker = [check for check in report.checks if check.id == "reach"]
+    assert (head.node, head.verdict, head.observed) == ("head", "ok", "this machine")
+    assert (worker.node, worker.verdict, worker.observed) == ("worker", "unseen", "cannot reach it")
+    assert [check.advice for check in report.checks if check.verdict != "ok"] == ["ssh spark true"]
     assert summary(report).startswith("the worker could not be looked at, 1 could not look, ")
     assert load_facts(tmp_path / "head.json").nodes.keys() == {"head"}
 
@@ -501,8 +501,8 @@ def test_persons_groups_and_machines_are_named_anew(seen: Seen) -> None:
 def test_of_an_interface_and_of_a_name_no_more_is_kept_than_is_read() -> None:
     address = {"family": "inet", "local": "10.100.8.1", "prefixlen": 24}
     told = {"phys_switch_id": "3c6d66aabbcc", "phys_port_id": "3c6d66aabbcc", "ifalias": "of anna", "permaddr": "3c:6d"}
-    row = {"ifname": "enp1s0f1np1", "mtu": 9000, "flags": ["UP", "LOWER_UP"], "linkinfo": {"info_kind": "veth"}}
-    row |= {"master": "br0", "addr_info": [{**address, "label": "anna"}]}
+    row: dict[str, Any] = {"ifname": "enp1s0f1np1", "mtu": 9000, "flags": ["UP", "LOWER_UP"], "master": "br0"}
+    row |= {"linkinfo": {"info_kind": "veth"}, "addr_info": [{**address, "label": "anna"}]}
     full = {**row, **told, "linkinfo": {**row["linkinfo"], "info_data": {"id": "3c6d66aabbcc"}}}
     ip = {"code": 0, "out": json.dumps([full, {"ifname": "lo"}]), "err": ""}
     name = {"code": 0, "out": "10.0.0.1      STREAM box.anna.example\n10.0.0.1      DGRAM  \n", "err": ""}
@@ -511,10 +511,8 @@ def test_of_an_interface_and_of_a_name_no_more_is_kept_than_is_read() -> None:
     assert kept["own_name"]["out"].split() == ["10.0.0.1", "10.0.0.1"]
     globs: dict[str, Any] = {name: {} for name in ("wireless", "speed")}
     assert parse_interfaces(kept["ip"], globs) == parse_interfaces(ip, globs)
-    silent = {name: {"code": 0, "out": "1: of anna", "err": ""} for name in ("ip",)}
-    assert doctor_record._shorten("commands", {**silent, "own_name": None}) == {
-        "ip": {"code": 0, "out": "", "err": ""}, "own_name": None
-    }  # fmt: skip
+    old = {"ip": {"code": 0, "out": "1: of anna", "err": ""}, "own_name": None}
+    assert doctor_record._shorten("commands", old) == {"ip": {"code": 0, "out": "", "err": ""}, "own_name": None}
 
 
 def test_the_same_containers_are_recorded_alike() -> None:
