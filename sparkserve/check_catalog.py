@@ -85,7 +85,8 @@ CATALOG: dict[str, Entry] = {
         "bring both nodes to the same Docker version",
     ),
     "containers": Entry(
-        "A container of somebody else on the GPU or on the host's network takes memory or ports of the model.",
+        "A container of somebody else with the GPU, with RDMA devices or on the host's network may take memory, the"
+        " cable or ports of the model at any time.",
         "docker stop …",
     ),
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -99,7 +100,8 @@ CATALOG: dict[str, Entry] = {
     ),
     "oom_daemons": Entry(
         "Two daemons that end processes for want of memory act on different signs: one may kill the rank, or a"
-        " bystander, where the other would have waited.",
+        " bystander, where the other would have waited. An earlyoom that acts above what the recipe leaves free ends"
+        " the pair as soon as it is ready.",
         "sudo systemctl disable --now systemd-oomd, or the same with earlyoom",
     ),
     "page_cache": Entry(

@@ -84,7 +84,7 @@ def examine(
         needs = _find_needs(deployment, looks.keys(), plans=len(answering) == len(ROLES))
         subject = replace(_find_cable(session, cluster, looks), needs=tuple(needs))
         running = {role: look.running for role, look in looks.items() if look.running is not None}
-        checks = [*_reached(session, unseen), *preflight.judge(subject), *preflight.check_foreign_pair(running)]
+        checks = [*_reached(session, unseen), *preflight.judge(subject), *preflight.check_foreign_containers(running)]
         if proves_link and sum(bool(end.interface) for end in subject.links.values()) == len(ROLES):
             checks += prove_cable(session, cluster, dict(subject.links), FLOOR_GBPS)
         differences = compare(subject)
@@ -190,16 +190,17 @@ def _find_cable(session: Session, cluster: Cluster, looks: Mapping[Role, _Look])
     is_named = loaded.sources["worker"] != "flag" or loaded.env_file.exists() or settings.head_link
     if not is_named and len(links) < len(ROLES):
         links = {}  # which interface it is, both nodes have to say
-    proposals = link.propose(links) if links and not is_named else []
-    if proposals:
-        best = proposals[0]
-        update = {"head_link": best.head_address, "worker_link": best.worker_address}
-        settings = settings.model_copy(update=update)
-        for node in cluster.nodes:
-            node.settings = settings
-        links = {node.role: link.locate(links[node.role], node.link_address) for node in cluster.nodes}
     facts = {role: look.system for role, look in looks.items()}
-    return Subject(settings, session.recipe, facts, links, unread=unread)
+    subject = Subject(settings, session.recipe, facts, links, unread=unread)
+    proposals = link.propose(links, needs_rdma=subject.uses_rdma) if links and not is_named else []
+    if not proposals:
+        return subject
+    best = proposals[0]
+    settings = settings.model_copy(update={"head_link": best.head_address, "worker_link": best.worker_address})
+    for node in cluster.nodes:
+        node.settings = settings
+    links = {node.role: link.locate(links[node.role], node.link_address) for node in cluster.nodes}
+    return replace(subject, settings=settings, links=links)
 
 
 def _try_secrets(settings: Settings) -> dict[tuple[str, str], SparkserveError]:

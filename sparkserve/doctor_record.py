@@ -12,7 +12,7 @@ from typing import Any
 
 from sparkserve.addresses import read_address
 from sparkserve.blueprint import Place, Seen, save_facts
-from sparkserve.cluster import Deployment, Node, Role
+from sparkserve.cluster import ROLES, Deployment, Node, Role
 from sparkserve.container import OWNER, OWNER_LABEL, is_ours
 from sparkserve.hosts import mask
 from sparkserve.parameters import secrets_to_mask
@@ -72,9 +72,37 @@ def _shorten(name: str, answers: Mapping[str, Any]) -> dict[str, Any]:
             kept[path] = {**answer, "body": [_container(row, number) for number, row in enumerate(body, 1)]}
         else:
             kept[path] = {"status": answer.get("status"), "body": None}
+    if name == "commands":
+        kept |= {key: {**kept[key], "out": cut(kept[key]["out"])} for key, cut in _CUT.items() if kept.get(key)}
     if kept.get("/proc/cmdline"):
         kept["/proc/cmdline"] = " ".join(word for word in kept["/proc/cmdline"].split() if word.startswith("kho="))
     return kept
+
+
+def _cut_interfaces(text: str) -> str:
+    """Keep what link reads of `ip -json address`: other keys may hold hardware addresses, in any form."""
+    try:
+        return json.dumps([_pick(row, _OF_INTERFACE) for row in json.loads(text)])
+    except ValueError:
+        return ""
+
+
+def _pick(found: Any, wanted: Mapping[str, Any]) -> Any:  # noqa: ANN401 - anything that JSON knows
+    if isinstance(found, list) and wanted:
+        return [_pick(one, wanted) for one in found]
+    return {key: _pick(found[key], below) for key, below in wanted.items() if key in found} if wanted else found
+
+
+def _cut_names(text: str) -> str:
+    """Keep the addresses of what `getent` says."""
+    return "".join(f"{words[0]}\n" for line in text.splitlines() if (words := line.split()))
+
+
+_OF_INTERFACE: dict[str, Any] = {
+    "ifname": {}, "mtu": {}, "flags": {}, "master": {}, "linkinfo": {"info_kind": {}},
+    "addr_info": {"family": {}, "local": {}, "prefixlen": {}},
+}  # fmt: skip
+_CUT = {"ip": _cut_interfaces, "own_name": _cut_names}
 
 
 def _container(row: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -122,7 +150,8 @@ def anonymize(found: Any, words: Mapping[str, str]) -> Any:  # noqa: ANN401 - an
     serials: dict[str, int] = {}
     networks: dict[str, int] = {}
     names = "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
-    name = re.compile(rf"(?<![\w.-])(?:{names})(?![\w-])" if words else r"(?!)")
+    # Of a machine the domain goes with the name.
+    name = re.compile(rf"(?<![\w.-])({names})(?![\w-])((?:\.[\w-]+)*)" if words else r"(?!)")
 
     def put(text: str) -> str:
         text = _SERIAL.sub(lambda match: _replace_serial(match[0], serials), text)
@@ -138,7 +167,7 @@ def anonymize(found: Any, words: Mapping[str, str]) -> Any:  # noqa: ANN401 - an
             return found  # a whole text that is a name is a word of the facts
         if found.startswith("[{"):  # as `ip -json` writes it
             return json.dumps(walk(json.loads(found)), separators=(",", ":"))
-        return put(name.sub(lambda match: words[match[0]], found))
+        return put(name.sub(lambda match: words[match[1]] + match[2] * (words[match[1]] not in ROLES), found))
 
     return walk(found)
 

@@ -149,7 +149,13 @@ def _swap(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
     return Check("swap", role, good, observed, needed, hint)
 
 
-def _oom_daemons(_subject: Subject, role: Role, facts: SystemFacts) -> Check:
+def _oom_daemons(subject: Subject, role: Role, facts: SystemFacts) -> Check:
+    """Whether just one daemon ends processes, and only where a rank that serves is in danger anyway."""
+    least, floor = subject.recipe.memory.floor_gib * GIB, facts.earlyoom_floor
+    if floor is not None and floor >= least:
+        observed = f"earlyoom ends what is largest below {show_size(floor)} of memory available, once swap is short too"
+        hint = f"give earlyoom `-M {int(least) // 2048}` (KiB) in /etc/default/earlyoom, and restart it"
+        return Check("oom_daemons", role, "warn", observed, f"below {show_size(least)}, which a rank may reach", hint)
     found, needed = facts.oom_daemons, f"one of {' and '.join(OOM_DAEMONS)} at most"
     if found is None:
         return could_not_look("oom_daemons", role, f"systemctl is-active {' '.join(OOM_DAEMONS)}", needed)

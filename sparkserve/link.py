@@ -235,15 +235,20 @@ class _End:
     rdma: bool
 
 
-def propose(seen: Mapping[Role, LinkFacts]) -> list[Proposal]:
-    """Give the pairs of addresses that may be the two ends of the cable, the likeliest first."""
+def propose(seen: Mapping[Role, LinkFacts], *, needs_rdma: bool = False) -> list[Proposal]:
+    """Give the pairs of addresses that may be the two ends of the cable, the likeliest first.
+
+    A link-local address gives way to a fixed one, but never a cable with RDMA to a network without.
+    """
     found = [
         _proposal(head, worker)
         for head, worker in product(_ends(seen["head"]), _ends(seen["worker"]))
         if head.network == worker.network and head.address != worker.address
     ]
-    routed = [one for one in found if not ipaddress.ip_address(one.head_address).is_link_local]
-    return sorted(routed or found, key=_rank)
+    fixed = [one for one in found if not ipaddress.ip_address(one.head_address).is_link_local]
+    least = max((one.rdma for one in fixed), default=None)
+    kept = [one for one in found if one in fixed or least is None or one.rdma > least]
+    return sorted((one for one in kept if one.rdma or not needs_rdma), key=_rank)
 
 
 def _ends(facts: LinkFacts) -> list[_End]:

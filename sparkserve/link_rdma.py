@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 _PORT = "/sys/class/infiniband/*/ports/1"
@@ -30,13 +30,17 @@ class Gid:
 
 @dataclass(frozen=True)
 class RdmaDevice:
-    """One RDMA device: the interface it belongs to, whether its port is active, its addresses, its rate in Mb/s."""
+    """One RDMA device: the interface it belongs to, whether its port is active, its addresses, its rate in Mb/s.
+
+    `unread` is the first file that says what its port or an address of it is, and could not be read.
+    """
 
     name: str
     interface: str
     active: bool
     gids: tuple[Gid, ...]
     rate_mbps: int | None = None
+    unread: str = ""
 
 
 def parse_rdma(found: Mapping[str, Mapping[str, str | None]]) -> tuple[RdmaDevice, ...]:
@@ -49,6 +53,7 @@ def parse_rdma(found: Mapping[str, Mapping[str, str | None]]) -> tuple[RdmaDevic
             active="ACTIVE" in (found["state"].get(f"/sys/class/infiniband/{name}/ports/1/state") or ""),
             gids=tuple(_gids(name, found)),
             rate_mbps=_rate(found["rate"].get(f"/sys/class/infiniband/{name}/ports/1/rate")),
+            unread=next(_unread(f"/sys/class/infiniband/{name}/ports/1", found), ""),
         )
         for name in sorted({path.split("/")[4] for path in found["state"]})
     )
@@ -57,6 +62,16 @@ def parse_rdma(found: Mapping[str, Mapping[str, str | None]]) -> tuple[RdmaDevic
 def _rate(text: str | None) -> int | None:
     match = re.match(r"([\d.]+) Gb/sec", text or "")
     return round(float(match[1]) * 1000) if match else None
+
+
+def _unread(root: str, found: Mapping[str, Mapping[str, str | None]]) -> Iterator[str]:
+    """List the files that could not be read; the kind of an empty entry never can be."""
+    states, gids, kinds = found["state"], found["gid"], found["type"]
+    yield from (path for path, text in {**states, **gids}.items() if path.startswith(f"{root}/") and text is None)
+    for path, text in gids.items():
+        kind = path.replace("/gids/", "/gid_attrs/types/")
+        if path.startswith(f"{root}/") and (text or "").strip("0:\n") and kinds.get(kind) is None:
+            yield kind
 
 
 def _gids(device: str, found: Mapping[str, Mapping[str, str | None]]) -> list[Gid]:

@@ -303,7 +303,4 @@ def prove_cable(session: Session, cluster: Cluster, links: dict[Role, link.LinkF
         return False  # what cannot be asked may be at work
 
     port = decide_ports(session.settings, session.recipe).master
-    try:
-        return link_proof.prove(cluster, links, master_port=port, floor=floor, is_idle=is_idle)
-    except SparkserveError as error:
-        return [Check("link_tcp", error.node, "unseen", str(error), "both ends of the cable, by a program", error.hint)]
+    return link_proof.prove(cluster, links, master_port=port, floor=floor, is_idle=is_idle)

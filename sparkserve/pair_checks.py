@@ -131,7 +131,7 @@ def _name_cable(subject: Subject) -> str:
     links = subject.links
     if len(links) < len(ROLES):
         return "`sparkserve link` proposes one, once both nodes answer"
-    found = [one for one in propose(links) if one.rdma or not subject.uses_rdma]
+    found = propose(links, needs_rdma=subject.uses_rdma)
     if not found:
         return ""
     owned = {facts.address for facts in links.values() if facts.interface}
@@ -156,10 +156,7 @@ def _of_node(subject: Subject, role: Role, link: LinkFacts) -> Iterator[Check]:
     observed = f"{link.interface} is {'wireless and no cable' if wireless else 'no wireless one'}"
     yield Check("link_kind", role, verdict(good=not wireless), observed, "an interface with a cable")
     if subject.uses_rdma:
-        good = link.gid_index is not None
-        observed = f"no active RDMA device of {link.interface} has a RoCE v2 address for {link.address}"
-        observed = f"{', '.join(link.hcas)}, GID {link.gid_index}" if good else observed
-        yield Check("link_rdma", role, verdict(good=good), observed, "a RoCE v2 GID of the link address")
+        yield _check_rdma(role, link)
     if link.gid_index is not None:
         good = len(link.hcas) > 1
         observed = "both halves of the port are used" if good else f"only one half of the port is used{_why_half(link)}"
@@ -167,6 +164,17 @@ def _of_node(subject: Subject, role: Role, link: LinkFacts) -> Iterator[Check]:
     odd = "; ".join(_find_strays(link))
     observed = odd or f"nothing else goes over {link.interface}"
     yield Check("link_route", role, verdict(good=not odd, bad="warn"), observed, "a network for the cable alone")
+
+
+def _check_rdma(role: Role, link: LinkFacts) -> Check:
+    needed = "a RoCE v2 GID of the link address"
+    if link.gid_index is not None:
+        return Check("link_rdma", role, "ok", f"{', '.join(link.hcas)}, GID {link.gid_index}", needed)
+    unread = [one.unread for one in link.devices if one.interface == link.interface and one.unread]
+    if unread:
+        return could_not_look("link_rdma", role, f"cat {unread[0]}", needed)
+    observed = f"no active RDMA device of {link.interface} has a RoCE v2 address for {link.address}"
+    return Check("link_rdma", role, "fail", observed, needed)
 
 
 def _why_half(link: LinkFacts) -> str:

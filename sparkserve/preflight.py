@@ -52,12 +52,15 @@ def preflight(deployment: Deployment, wanted: Plan, start: Starting | None) -> l
         if any("absent" not in change.before for change in created):
             # What an old pair holds comes back when it is gone; then memory is looked at again.
             found = [check for check in found if check.id != "memory"]
-        found += check_foreign_pair(cluster.on_both(takeover_facts.gather)) if created else []
+        found += check_foreign_containers(cluster.on_both(takeover_facts.gather)) if created else []
     return [*found, *(sources.result().values() if sources is not None else ())]
 
 
-def check_foreign_pair(facts: Mapping[Role, takeover_facts.Facts]) -> list[Check]:
-    """Refuse to start beside ranks that somebody else's script started, by name, with what is missing of their pair."""
+def check_foreign_containers(facts: Mapping[Role, takeover_facts.Facts]) -> list[Check]:
+    """Refuse to start beside ranks of somebody else's script, by name, with what is missing of their pair.
+
+    Others that were given what a rank needs are only told; those on the host's network are told from Docker's list.
+    """
     ranks = [rank for found in facts.values() for rank in find_ranks(found.running) if not rank.running.is_ours]
     way = "`sparkserve init --from-running` writes its recipe"
     try:
@@ -70,6 +73,15 @@ def check_foreign_pair(facts: Mapping[Role, takeover_facts.Facts]) -> list[Check
         observed = f"{rank.running.name} runs rank {rank.rank} of {rank.family.label}, and is not ours"
         hint = f"{rank.running.stop_hint}, or your own script's stop; {way}"
         checks.append(Check("containers", rank.running.role, "fail", observed, "no other pair", hint))
+    named = [rank.running for rank in ranks]
+    for one in (one for found in facts.values() for one in found.running):
+        is_told = one.is_ours or one in named or one.options.get("network_mode") == "host"
+        if one.devices_of_a_rank and not is_told:
+            observed, needed = (
+                f"{one.name} was given {' and '.join(one.devices_of_a_rank)}",
+                "devices for the rank alone",
+            )
+            checks.append(Check("containers", one.role, "warn", observed, needed, one.stop_hint))
     return checks
 
 

@@ -297,9 +297,8 @@ def choose_link(choices: Choices, seen: Mapping[Role, Seen], recipe: Recipe) -> 
     needs_rdma = "/dev/infiniband" in recipe.container.devices
     found = [
         one
-        for one in link.propose({role: seen[role].link for role in ROLES})
-        if (one.rdma or not needs_rdma)
-        and given.get("head_link", one.head_address) == one.head_address
+        for one in link.propose({role: seen[role].link for role in ROLES}, needs_rdma=needs_rdma)
+        if given.get("head_link", one.head_address) == one.head_address
         and given.get("worker_link", one.worker_address) == one.worker_address
     ]
     best = found[0] if found else None

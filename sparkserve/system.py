@@ -30,6 +30,7 @@ _COMMANDS = {
     "listeners": ["ss", "-H", "-l", "-t", "-n", "-p", "-e"],
     "groups": ["id", "-G", "-n"],
     "oom_daemons": ["systemctl", "is-active", *OOM_DAEMONS],
+    "earlyoom": ["ps", "-C", "earlyoom", "-o", "args="],
     "docker_group": ["getent", "group", "docker"],
     "page_size": ["getconf", "PAGESIZE"],
 }
@@ -84,6 +85,7 @@ class SystemFacts:
     far the node's clock is ahead of ours, in seconds, and by how much that may be wrong. `large_free` is free memory
     in large pieces.
     `docker_member` says whether the group lists the account, `in_docker_group` whether this session counts as a member.
+    `earlyoom_floor` is the available memory below which earlyoom ends processes; None where it does not run.
     `gpu_error` is missing, no answer, or nvidia-smi's own words. `own_addresses` are what the own hostname resolves to.
     """
 
@@ -111,6 +113,7 @@ class SystemFacts:
     sudo: str
     own_addresses: tuple[str, ...] | None
     oom_daemons: tuple[str, ...] | None
+    earlyoom_floor: int | None = None
     ports: Mapping[int, PortFacts] = field(default_factory=dict)
 
     @property
@@ -166,6 +169,7 @@ def parse(raw: Mapping[str, Any], identity: Mapping[str, Any], places: Mapping[s
     page_size = system_text.output_of(commands["page_size"])
     members, groups = commands["docker_group"], commands["groups"]
     listeners = system_text.parse_listeners(commands["listeners"])
+    memory = system_text.parse_meminfo(files.get("/proc/meminfo") or "")
     return SystemFacts(
         hostname=identity["hostname"],
         user=identity["user"],
@@ -176,7 +180,7 @@ def parse(raw: Mapping[str, Any], identity: Mapping[str, Any], places: Mapping[s
         system=system_text.pretty_name(files.get("/etc/os-release") or ""),
         uptime=float(files["/proc/uptime"].split()[0]) if files.get("/proc/uptime") else None,
         clock=raw["clock"],
-        memory=system_text.parse_meminfo(files.get("/proc/meminfo") or ""),
+        memory=memory,
         swap_used=system_text.parse_swaps(files.get("/proc/swaps")),
         large_free=system_text.parse_buddyinfo(
             files.get("/proc/buddyinfo"), int(page_size) if page_size.isdigit() else 0
@@ -195,6 +199,7 @@ def parse(raw: Mapping[str, Any], identity: Mapping[str, Any], places: Mapping[s
         sudo=_sudo_mode(commands["sudo"], identity["uid"], raw["tools"]),
         own_addresses=system_text.parse_addresses(commands["own_name"]),
         oom_daemons=system_text.parse_active(commands["oom_daemons"], OOM_DAEMONS),
+        earlyoom_floor=system_text.parse_earlyoom(commands["earlyoom"], memory.get("MemTotal", 0)),
         ports={int(port): _parse_port(int(port), state, listeners, containers) for port, state in raw["ports"].items()},
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 from sparkserve.container import is_ours
 
 Answer = Mapping[str, Any] | None
+_EARLYOOM_PERCENT = 10
 _LARGE_BYTES = 16 << 20
 _CONTAINER_ID = re.compile(r"[0-9a-f]{64}")
 
@@ -131,6 +132,19 @@ def parse_active(answer: Answer, units: Sequence[str]) -> tuple[str, ...] | None
     """Read `systemctl is-active`: the units that are, whatever its exit code says of the others."""
     words = answer["out"].split() if answer else []
     return tuple(unit for unit, word in zip(units, words, strict=False) if word == "active") if words else None
+
+
+def parse_earlyoom(answer: Answer, total: int) -> int | None:
+    """Give the available memory, in bytes, below which earlyoom acts by its command line; None where it does not run.
+
+    `-m` is in percent, `-M` in KiB; the lower one counts.
+    """
+    line = output_of(answer)
+    percent, kib = (re.search(rf"\s-{option}\s*(\d+)", line) for option in "mM")
+    floors = [int(kib[1]) * 1024] if kib else []
+    if percent or not kib:
+        floors.append(total * int(percent[1] if percent else _EARLYOOM_PERCENT) // 100)
+    return min(floors) if line else None
 
 
 def container_in(group: str) -> str:

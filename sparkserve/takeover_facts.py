@@ -68,6 +68,14 @@ class Running:
         return _is_script((*self.entrypoint, *self.argv))
 
     @property
+    def devices_of_a_rank(self) -> list[str]:
+        """Name what it was given that a rank needs, too."""
+        if self.options.get("privileged"):
+            return ["every device (privileged)"]
+        has_rdma = any(path.startswith("/dev/infiniband") for path in self.options.get("devices", ()))
+        return ["the GPU"] * bool(self.options.get("gpus")) + ["RDMA devices"] * has_rdma
+
+    @property
     def stop_hint(self) -> str:
         """What its owner would type to end it."""
         project = self.labels.get("com.docker.compose.project")
@@ -181,9 +189,12 @@ def _options(container: Mapping[str, Any], image: Mapping[str, Any]) -> dict[str
     host, config = container["HostConfig"], container["Config"]
     is_host_ipc = host.get("IpcMode") == "host"
     # Some launchers, such as Compose, keep limits in a map: their order is another each time.
+    visible = _env(config.get("Env")).get("NVIDIA_VISIBLE_DEVICES", "")
     devices, limits = host.get("Devices") or (), sorted(host.get("Ulimits") or (), key=lambda one: one["Name"])
     known = {
-        "gpus": bool(host.get("DeviceRequests")) or host.get("Runtime") == "nvidia",
+        # NVIDIA's runtime, which may be Docker's default, gives the GPU only to whom this variable names it.
+        "gpus": bool(host.get("DeviceRequests"))
+        or (host.get("Runtime") == "nvidia" and visible not in ("", "void", "none")),
         "ipc": "host" if is_host_ipc else (host.get("IpcMode") or "private").replace("shareable", "private"),
         "shm_bytes": 0 if is_host_ipc else host.get("ShmSize") or 67_108_864,
         "devices": sorted(device["PathOnHost"] for device in devices),

@@ -18,8 +18,10 @@ import pytest
 from sparkserve import link_program, link_proof
 from sparkserve.checks import Check
 from sparkserve.cluster import Cluster, Node, Role
+from sparkserve.errors import SparkserveError
 from sparkserve.hosts import LocalHost
 from sparkserve.link import LinkFacts
+from sparkserve.link_proof import End
 from sparkserve.settings import Settings
 from tests.unit.cases import wait_for
 
@@ -27,7 +29,7 @@ ENDS: dict[Role, str] = {"head": "127.0.0.1", "worker": "127.0.0.2"}
 PERFTEST = """#!{python}
 import socket, sys
 option = lambda name: sys.argv[sys.argv.index(name) + 1]
-assert int(option("-s")) * int(option("-n")) == 1 << 29
+assert int(option("-s")) * int(option("-n")) == {amount}
 port = int(sys.argv[sys.argv.index("-p") + 1])
 if sys.argv[-1] == "--report_gbits":
     socket.create_server(("", port)).accept()
@@ -60,6 +62,13 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+def put_perftest(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    tool = directory / "ib_write_bw"
+    tool.write_text(script)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
+
+
 def verdicts(checks: list[Check]) -> list[tuple[str, str, str]]:
     return [(check.id, check.node, check.verdict) for check in checks]
 
@@ -82,10 +91,7 @@ def test_all_of_it(cluster: Cluster) -> None:
 
 
 def test_perftest_over_each_half(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tool = tmp_path / "ib_write_bw"
-    tool.write_text(PERFTEST.format(python=sys.executable))
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    put_perftest(tmp_path, monkeypatch, PERFTEST.format(python=sys.executable, amount=link_proof._RDMA_BYTES))
     checks = link_proof.prove(cluster, links(), master_port=free_port(), floor=1.0, is_idle=lambda: True)
     fast = checks[6]
     assert fast.observed == "98.5 Gb/s from rocep1s0f1 to rocep1s0f1 by RDMA"
@@ -108,9 +114,19 @@ def test_a_pair_that_may_serve_is_not_disturbed(cluster: Cluster) -> None:
 
 
 def test_what_is_sent_is_bounded() -> None:
-    assert 2 * link_proof._BYTES_EACH_WAY <= 2 << 30
-    assert 2 * 2 * link_proof._RDMA_BYTES <= 2 << 30  # two halves, two ways
-    assert 2 * link_proof._SECONDS_EACH_WAY < 2
+    rdma = 2 * 2 * link_proof._RDMA_BYTES  # two halves, two ways
+    assert 2 * link_proof._BYTES_EACH_WAY + rdma <= 2 << 30
+    assert 2 * link_proof._SECONDS_EACH_WAY + rdma * 8e-9 / link_proof.FLOOR_GBPS < 2
+
+
+def test_rdma_that_is_dead_is_waited_for_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    put_perftest(tmp_path, monkeypatch, "#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(link_proof, "_RDMA_PATIENCE", 0.5)
+    checks = link_proof.prove(cluster, links(), master_port=free_port(), floor=0.1, is_idle=lambda: True)
+    assert verdicts(checks[6:]) == [("link_rdma_bandwidth", "head", "fail")]
+    assert checks[6].observed.endswith("no end in time; other halves and ways not tried")
 
 
 def box(name: str, network: str = "bridge", *, ours: bool = False, **host: Any) -> dict[str, Any]:
@@ -183,6 +199,38 @@ def test_a_pair_of_others_is_never_measured_beside(cluster: Cluster) -> None:
     checks = link_proof.prove(cluster, links(), master_port=free_port(), is_idle=lambda: True)
     assert verdicts(checks) == [*PROVED, *LEFT_OUT]
     assert checks[-1].observed == "not measured: tf-worker may use the cable, and is not disturbed"
+
+
+SILENT = SparkserveError("node_silent", "gave no answer to `x`", "wait a minute", "worker", exit_code=6)
+
+
+@pytest.mark.parametrize(
+    ("broken", "found", "unseen"),
+    [
+        (("_open_ends", ""), [], ["link_mtu_path", "link_tcp", "link_bandwidth", "link_rdma_bandwidth"]),
+        (("prove_frames", "head"), PROVED[:1], ["link_mtu_path", "link_tcp", "link_bandwidth", "link_rdma_bandwidth"]),
+        (("prove_tcp", ""), PROVED[:2], ["link_tcp", "link_bandwidth", "link_rdma_bandwidth"]),
+        (("prove_tcp", "head"), PROVED[:3], ["link_tcp", "link_bandwidth", "link_rdma_bandwidth"]),
+        (("prove_bandwidth", "head"), [*PROVED, CARRIED[0]], ["link_bandwidth", "link_rdma_bandwidth"]),
+        (("prove_rdma", ""), [*PROVED, *CARRIED], ["link_rdma_bandwidth"]),
+    ],
+)
+def test_a_proof_that_breaks_off_keeps_what_was_seen(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, broken: tuple[str, str], found: list[Any], unseen: list[str]
+) -> None:
+    step, node = broken
+    whole = getattr(link_proof, step)
+
+    def breaks(*given: Any) -> Any:
+        if isinstance(given[0], End) and given[0].role == node:
+            return whole(*given)
+        raise SILENT
+
+    monkeypatch.setattr(link_proof, step, breaks)
+    checks = link_proof.prove(cluster, links(), master_port=free_port(), floor=0.1, is_idle=lambda: True)
+    assert verdicts(checks) == [*found, *((name, "worker", "unseen") for name in unseen)]
+    assert {check.observed for check in checks[len(found) :]} == {str(SILENT)}
+    assert checks[-1].advice == "wait a minute"
 
 
 def test_the_meeting_port_of_a_stranger(cluster: Cluster) -> None:

@@ -140,9 +140,10 @@ def test_a_wrong_answer_is_told_and_nothing_is_written(pair: Pair) -> None:
 
 
 NO_ROUTE = ["ip route del default"]
+# One network of both nodes, as a LAN is: only its default route tells it from a cable.
 OVER_A_THIRD = [
     "ip link add third type veth peer name fourth",
-    "ip address add 10.31.0.1/24 dev third",
+    "ip address add 10.31.0.{number}/24 dev third",
     "ip link set third up",
     "ip link set fourth up",
     "ip route replace default dev third",
@@ -151,20 +152,26 @@ OVER_A_THIRD = [
 
 @pytest.fixture(params=[NO_ROUTE, OVER_A_THIRD], ids=["no default route at all", "it goes over a third network"])
 def routed(pair: Pair, request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """The default route of both nodes is not where it was."""
-    for node in pair.lab.nodes:
-        node.run(["sh", "-ec", "\n".join(request.param)], user="root")
+    """A pair without settings; the default route of both nodes is not where it was."""
+    pair.head.run(["rm", "-f", ".env"])
+    for number, node in enumerate(pair.lab.nodes, 1):
+        node.run(["sh", "-ec", "\n".join(request.param).format(number=number)], user="root")
     yield pair
     for node in pair.lab.nodes:
         node.run(["ip", "link", "delete", "third"], user="root", check=False)
         node.run(["ip", "route", "replace", "default", "via", pair.lab.gateway_address], user="root")
+    pair.write_settings()
 
 
 def test_the_default_route_has_no_say(routed: Pair) -> None:
     address = routed.worker.management_address
-    answer = routed.ask("init", address, "--force", *RECIPE)
+    answer = routed.ask("init", address, *RECIPE)
     assert answer["exit_code"] == 0, answer["errors"]
-    assert {**written(routed), **expected(routed, address)} == written(routed)
+    assert answer["data"]["link"] is not None
+    assert written(routed) == expected(routed, address)
+    proposed = {one["head_interface"] for one in routed.ask("link")["data"]["proposals"]}
+    assert routed.head.link_interface in proposed
+    assert "third" not in proposed
 
 
 @pytest.fixture

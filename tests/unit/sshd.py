@@ -8,8 +8,9 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,15 @@ class Sshd:
     def sessions(self) -> list[int]:
         """List the processes below the listener."""
         return descendants(self._process.pid)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[Callable[[], None]]:
+        """Let nobody be greeted, as on a machine that has no time; the kernel still takes connections."""
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield partial(self._process.send_signal, signal.SIGCONT)
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def cut(self) -> None:
         """Kill every session at once, as a machine that dies does."""

@@ -29,7 +29,40 @@ MEMORY = make_system().memory
 OURS = Container("a" * 64, "sparkserve-rank0", "sparkserve/x:1", True, True, ())
 WEB = Container("b" * 64, "web", "nginx:1", False, False, (8080,))
 # Judged elsewhere: what the doctor says of a node, what a start asks a container, and what the link's own proof says.
-ELSEWHERE = {"reach", "source", "link_mtu_path", "link_tcp", "link_bandwidth", "link_rdma_bandwidth"}
+# A node that cannot be reached is never a failed one.
+BROKEN_OFF = "component/test_link_proof.py::test_a_proof_that_breaks_off_keeps_what_was_seen"
+ELSEWHERE: dict[str, dict[str, str]] = {
+    "reach": {
+        "ok": "unit/test_doctor.py::test_a_worker_that_was_not_reached_leaves_the_heads_checks_and_the_reason",
+        "unseen": "unit/test_doctor.py::test_a_worker_that_was_not_reached_leaves_the_heads_checks_and_the_reason",
+    },
+    "source": {
+        "ok": "component/test_source_checks.py::test_all_is_there_and_open",
+        "fail": "component/test_source_checks.py::test_what_is_missing_is_told_without_any_container",
+        "unseen": "component/test_source_checks.py::test_a_container_that_does_not_run",
+    },
+    "link_mtu_path": {
+        "ok": "unit/test_link_proof.py::test_frames",
+        "fail": "unit/test_link_proof.py::test_frames",
+        "unseen": BROKEN_OFF,
+    },
+    "link_tcp": {
+        "ok": "unit/test_link_proof.py::test_tcp",
+        "fail": "unit/test_link_proof.py::test_tcp",
+        "unseen": BROKEN_OFF,
+    },
+    "link_bandwidth": {
+        "ok": "unit/test_link_proof.py::test_bandwidth",
+        "fail": "unit/test_link_proof.py::test_bandwidth",
+        "unseen": BROKEN_OFF,
+    },
+    "link_rdma_bandwidth": {
+        "ok": "component/test_link_proof.py::test_perftest_over_each_half",
+        "fail": "component/test_link_proof.py::test_perftest_over_each_half",
+        "warn": "component/test_link_proof.py::test_no_perftest",
+        "unseen": BROKEN_OFF,
+    },
+}
 # Checks that can always look.
 NEVER_UNSEEN = {
     "tools": "the node's program always knows its own PATH",
@@ -37,7 +70,6 @@ NEVER_UNSEEN = {
     "clock": "the node's program always knows its own clock",
     "api_key": "settings and key are the head's own files: what doctor cannot read, a start cannot read either",
     "link_kind": "all facts of an end come in one answer; where it is missing, link_address says so",
-    "link_rdma": "as link_kind",
     "link_halves": "as link_kind",
     "link_route": "as link_kind",
     "link_network": "as link_kind",
@@ -78,6 +110,7 @@ def end(*interfaces: Interface, **changes: Any) -> dict[str, Any]:
     return {"links": {"worker": {**({"interfaces": interfaces} if interfaces else {}), **changes}}}
 
 
+UNREADABLE = RdmaDevice("rocep1s0f1", CABLE.name, active=True, gids=(), unread="/sys/x/types/3")
 TWINS = end(*make_link("head").interfaces)
 NO_IP = SparkserveError("link_unseen", "`ip -json address` gave no answer", "sudo apt-get install iproute2")
 UNLINKED = {"links": {"worker": None}, "unread": {("link_address", "worker"): NO_IP}}
@@ -170,6 +203,9 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("oom_daemons", {}, "ok", "running: systemd-oomd"),
     ("oom_daemons", worker(oom_daemons=()), "ok", "running: none"),
     ("oom_daemons", worker(oom_daemons=("systemd-oomd", "earlyoom")), "warn", "running: systemd-oomd and earlyoom"),
+    ("oom_daemons", worker(oom_daemons=("earlyoom",), earlyoom_floor=GIB), "ok", "running: earlyoom"),
+    ("oom_daemons", worker(oom_daemons=("earlyoom",), earlyoom_floor=2 * GIB), "warn", "(2.0 GiB) of memory available"),
+    ("oom_daemons", worker(oom_daemons=(), earlyoom_floor=12 * GIB), "warn", "earlyoom ends what is largest below 12"),
     ("oom_daemons", worker(oom_daemons=None), "unseen", "systemctl"),
     ("page_cache", {}, "ok", "110.0 GiB"),
     ("page_cache", worker(memory={**MEMORY, "MemFree": 4 * GIB, "Cached": 108 * GIB}), "warn", "in the page cache"),
@@ -240,6 +276,8 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("link_address", UNLINKED, "unseen", "gave no answer"),
     ("link_rdma", {}, "ok", "rocep1s0f1, roceP2p1s0f1, GID 3"),
     ("link_rdma", {"links": {"worker": {"gid_index": None}}}, "fail", "no active RDMA device of enp1s0f1np1"),
+    ("link_rdma", {"links": {"worker": {"gid_index": None, "devices": (UNREADABLE,)}}}, "unseen", "cat /sys/x/types/3"),
+    ("link_rdma", {"links": {"worker": {"devices": (UNREADABLE,)}}}, "ok", "GID 3"),
     ("link_mtu", {}, "ok", "head 9000, worker 9000"),
     ("link_mtu", {"links": {"worker": {"mtu": 1500}}}, "fail", "head 9000, worker 1500"),
     ("link_mtu", {"links": {"head": {"mtu": 1500}, "worker": {"mtu": 1500}}}, "warn", "head 1500, worker 1500"),
@@ -286,6 +324,19 @@ def test_every_check_is_seen_in_order_and_not_and_unseen() -> None:
     missing = {name for name, found in seen.items() if "ok" not in found or not found & {"warn", "fail"}}
     assert missing == set()
     assert {name for name, found in seen.items() if "unseen" not in found} == NEVER_UNSEEN.keys()
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_is_judged_elsewhere_has_its_tests_there(name: str) -> None:
+    wanted = ELSEWHERE[name]
+    assert {"ok", "unseen"} <= wanted.keys()
+    assert wanted.keys() & {"warn", "fail"} or name == "reach"
+    for verdict, place in wanted.items():
+        path, _, test = place.partition("::")
+        tree = ast.parse((Path(__file__).parents[1] / path).read_text())
+        (found,) = [one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == test]
+        words = {one.value for one in ast.walk(found) if isinstance(one, ast.Constant)}
+        assert verdict in words, f"{place} says nothing of {verdict}"
 
 
 def test_a_recipe_without_gpu_is_judged_without() -> None:

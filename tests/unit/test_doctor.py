@@ -38,6 +38,8 @@ from sparkserve.doctor_tables import report_data, report_view, summary
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
 from sparkserve.hosts import Host, LocalHost, UnreachableHost
 from sparkserve.lifecycle import Session, open_session
+from sparkserve.link import parse_interfaces
+from sparkserve.link_rdma import RDMA_GLOBS
 from sparkserve.output import Mode, Output
 from sparkserve.pair_checks import Difference
 from sparkserve.parameters import secrets_to_mask
@@ -183,6 +185,20 @@ def test_the_cable_is_found_only_for_a_worker_without_settings(
     assert [check.advice.splitlines()[1:] for check in found] == [[] if verdict == "ok" else lines] * 2
 
 
+def test_a_network_without_rdma_is_not_taken_for_the_cable_of_a_recipe_that_needs_it(
+    session: Session, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = {role: copy.deepcopy(seen.raw[role]) for role in ROLES}
+    for found in raw.values():
+        found["facts"]["globs"][RDMA_GLOBS["state"]] = {}
+    replayed(monkeypatch, session, raw)
+    settings = session.settings.model_copy(update={"head_link": "", "worker_link": ""})
+    session.loaded = replace(session.loaded, settings=settings, sources={**session.loaded.sources, "worker": "flag"})
+    links = [check for check in examine(session).checks if check.id.startswith("link_")]
+    assert [(check.id, check.verdict) for check in links] == [("link_address", "fail")] * 2
+    assert all(check.observed.endswith("_LINK is not set") for check in links)
+
+
 def test_a_key_that_cannot_be_read_is_no_key(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def prove(*_given: object, is_idle: Callable[[], bool], **_more: object) -> list[Check]:
         return [check("link_tcp", "ok", observed=f"idle: {is_idle()}")]
@@ -238,10 +254,10 @@ def test_a_worker_that_was_not_reached_leaves_the_heads_checks_and_the_reason(
     replayed(monkeypatch, run, {"head": seen.raw["head"]})
     report = examine(run, proves_link=True, record=tmp_path / "head.json")
     assert report.exit_code == EXIT_COULD_NOT_LOOK
-    (unseen,) = [check for check in report.checks if check.verdict != "ok"]
-    assert (unseen.id, unseen.node, unseen.observed, unseen.advice) == (
-        "reach", "worker", "cannot reach it", "ssh spark true"
-    )  # fmt: skip
+    head, worker = [check for check in report.checks if check.id == "reach"]
+    assert (head.node, head.verdict, head.observed) == ("head", "ok", "this machine")
+    assert (worker.node, worker.verdict, worker.observed) == ("worker", "unseen", "cannot reach it")
+    assert [check.advice for check in report.checks if check.verdict != "ok"] == ["ssh spark true"]
     assert summary(report).startswith("the worker could not be looked at, 1 could not look, ")
     assert load_facts(tmp_path / "head.json").nodes.keys() == {"head"}
 
@@ -330,10 +346,11 @@ def test_a_proof_that_breaks_off_leaves_the_report(session: Session, monkeypatch
     def breaks(*_given: object, **_options: object) -> None:
         raise SparkserveError("node_silent", "gave no answer to `listen`", "wait a minute", "worker", exit_code=6)
 
-    monkeypatch.setattr(link_proof, "prove", breaks)
+    monkeypatch.setattr(link_proof, "_open_ends", breaks)
     report = examine(session, proves_link=True)
-    (found,) = [one for one in report.checks if one.verdict != "ok"]
-    assert (found.id, found.node, found.verdict, found.advice) == ("link_tcp", "worker", "unseen", "wait a minute")
+    found = [one for one in report.checks if one.verdict != "ok"]
+    assert [one.id for one in found] == ["link_mtu_path", "link_tcp", "link_bandwidth", "link_rdma_bandwidth"]
+    assert {(one.node, one.verdict, one.advice) for one in found} == {("worker", "unseen", "wait a minute")}
     assert len(report.checks) > 50
 
 
@@ -462,6 +479,7 @@ def test_names_and_addresses_are_replaced_each_by_the_same() -> None:
         ('[{"gpu":"free","dev":"at gpu"}]\n', '[{"gpu":"free","dev":"at worker"}]'),
         ("worker and head", "head and worker"),
         ("free docker lab-7", "user1 docker group1"),
+        ("gpu.home.lan. 10.0.0.9 gpu-2.home.lan free.d", "worker. 10.0.1.9 gpu-2.home.lan user1.d"),
     ],
 )  # fmt: skip
 def test_only_what_tells_whose_it_is_is_replaced(found: Any, shown: Any) -> None:
@@ -478,6 +496,23 @@ def test_persons_groups_and_machines_are_named_anew(seen: Seen) -> None:
     wanted = {"anna": "user1", "bert": "user2", "secret-lab": "group1", "gpu": "head", "box.example.org": "worker"}
     assert wanted.items() <= found.items()
     assert not {"sudo", "docker", "root"} & found.keys()
+
+
+def test_of_an_interface_and_of_a_name_no_more_is_kept_than_is_read() -> None:
+    address = {"family": "inet", "local": "10.100.8.1", "prefixlen": 24}
+    told = {"phys_switch_id": "3c6d66aabbcc", "phys_port_id": "3c6d66aabbcc", "ifalias": "of anna", "permaddr": "3c:6d"}
+    row: dict[str, Any] = {"ifname": "enp1s0f1np1", "mtu": 9000, "flags": ["UP", "LOWER_UP"], "master": "br0"}
+    row |= {"linkinfo": {"info_kind": "veth"}, "addr_info": [{**address, "label": "anna"}]}
+    full = {**row, **told, "linkinfo": {**row["linkinfo"], "info_data": {"id": "3c6d66aabbcc"}}}
+    ip = {"code": 0, "out": json.dumps([full, {"ifname": "lo"}]), "err": ""}
+    name = {"code": 0, "out": "10.0.0.1      STREAM box.anna.example\n10.0.0.1      DGRAM  \n", "err": ""}
+    kept = doctor_record._shorten("commands", {"ip": ip, "own_name": name, "gpu": None})
+    assert json.loads(kept["ip"]["out"]) == [{**row, "addr_info": [address]}, {"ifname": "lo"}]
+    assert kept["own_name"]["out"].split() == ["10.0.0.1", "10.0.0.1"]
+    globs: dict[str, Any] = {name: {} for name in ("wireless", "speed")}
+    assert parse_interfaces(kept["ip"], globs) == parse_interfaces(ip, globs)
+    old = {"ip": {"code": 0, "out": "1: of anna", "err": ""}, "own_name": None}
+    assert doctor_record._shorten("commands", old) == {"ip": {"code": 0, "out": "", "err": ""}, "own_name": None}
 
 
 def test_the_same_containers_are_recorded_alike() -> None:

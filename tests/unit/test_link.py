@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,12 @@ from typing import Any
 import pytest
 
 from sparkserve.checks import Check, Subject
+from sparkserve.cluster import Role
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, SparkserveError
 from sparkserve.link import LinkFacts, parse
+from sparkserve.link_rdma import RDMA_GLOBS
 from sparkserve.pair_checks import check_link
+from sparkserve.recipe import Recipe
 from sparkserve.recipe_source import load_recipe
 from sparkserve.settings import Settings
 from tests.unit.cases import CASES, case_files, read_case
@@ -52,8 +56,12 @@ def failed(head: LinkFacts, worker: LinkFacts, *, rdma: bool = True) -> dict[tup
     recipe = load_recipe("tensorfold-1017")
     if not rdma:
         recipe = recipe.model_copy(update={"container": recipe.container.model_copy(update={"devices": ()})})
-    subject = Subject(Settings(), recipe, {}, {"head": head, "worker": worker})
-    return {(check.id, check.node): check for check in check_link(subject) if check.verdict == "fail"}
+    found = judged({"head": head, "worker": worker}, recipe)
+    return {(check.id, check.node): check for check in found if check.verdict == "fail"}
+
+
+def judged(links: dict[Role, LinkFacts], recipe: Recipe | None = None) -> list[Check]:
+    return check_link(Subject(Settings(), recipe or load_recipe("tensorfold-1017"), {}, links))
 
 
 OVER_WIFI = {("link_kind", "worker"), ("link_network", ""), ("link_mtu", "")}
@@ -68,6 +76,33 @@ def test_what_cannot_do_rdma_is_named_only_where_it_is_wanted() -> None:
     assert set(found) == {("link_rdma", "worker"), *OVER_WIFI}
     assert "wlP9s9" in found["link_rdma", "worker"].observed
     assert failed(facts("no_rdma"), facts("worker_port0_index5"), rdma=False) == {}
+
+
+ROCE = "/sys/class/infiniband/rocep1s0f1/ports/1"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "file"),
+    [("state", f"{ROCE}/state"), ("gid", f"{ROCE}/gids/3"), ("type", f"{ROCE}/gid_attrs/types/3")],
+)
+def test_an_rdma_file_that_cannot_be_read_is_could_not_look(pattern: str, file: str) -> None:
+    raw = copy.deepcopy(read_case(CASES / "link" / "head_port1.json")["raw"])
+    assert raw["globs"][RDMA_GLOBS[pattern]][file]
+    raw["globs"][RDMA_GLOBS[pattern]][file] = None
+    links: dict[Role, LinkFacts] = {"head": parse(raw, "10.100.8.1"), "worker": facts("worker_port0_index5")}
+    found = {check.node: check for check in judged(links) if check.id == "link_rdma"}
+    assert (found["head"].verdict, found["worker"].verdict) == ("unseen", "ok")
+    assert found["head"].advice == f"type `cat {file}` on that node"
+
+
+def test_an_empty_entry_is_no_unreadable_one() -> None:
+    raw = copy.deepcopy(read_case(CASES / "link" / "type_unreadable.json")["raw"])
+    unread = f"{ROCE}/gid_attrs/types/3"
+    links: dict[Role, LinkFacts] = {"head": parse(raw, "10.100.8.1"), "worker": facts("worker_port0_index5")}
+    assert [check.verdict for check in judged(links) if check.id == "link_rdma"] == ["unseen", "ok"]
+    raw["globs"][RDMA_GLOBS["type"]][unread] = "IB/RoCE v1\n"  # what is left unreadable belongs to empty entries
+    links["head"] = parse(raw, "10.100.8.1")
+    assert [check.verdict for check in judged(links) if check.id == "link_rdma"] == ["fail", "ok"]
 
 
 def test_an_mtu_that_differs() -> None:

@@ -124,6 +124,41 @@ def test_link_local_only_when_there_is_nothing_else() -> None:
     assert pairs(*fixed) == [("slow", "slow")]
 
 
+CABLE, LAN = "enp1s0f1np1", "enP7s7"
+
+
+def dressed(
+    number: int, *ports: Interface, rdma: tuple[str, ...] = (CABLE,), default: tuple[str, ...] = ()
+) -> LinkFacts:
+    """Give a node whose cable has a link-local address, as NVIDIA's guide sets it up, with other ports beside."""
+    return node(local(CABLE, f"169.254.{number}.1"), *ports, rdma=rdma, default=default)
+
+
+@pytest.mark.parametrize(
+    ("ports", "rdma", "default", "needs_rdma", "found"),
+    [
+        ({LAN: "192.168.1"}, (CABLE,), (), False, [CABLE, LAN]),
+        ({LAN: "192.168.1"}, (CABLE,), (), True, [CABLE]),
+        ({LAN: "192.168.1"}, (CABLE,), (LAN,), True, [CABLE]),
+        ({LAN: "192.168.1"}, (), (), False, [LAN]),
+        ({LAN: "192.168.1"}, (), (), True, []),
+        ({"enp1s0f0np0": "10.100.8"}, (CABLE, "enp1s0f0np0"), (), False, ["enp1s0f0np0"]),
+        ({"enp1s0f0np0": "10.100.8"}, ("enp1s0f0np0",), (), False, ["enp1s0f0np0"]),
+    ],
+    ids=["beside a LAN", "and RDMA wanted", "and a default route", "no RDMA", "none, but wanted",
+         "beside another cable", "less than a cable"],
+)  # fmt: skip
+def test_a_link_local_cable_gives_way_to_no_lesser_network(
+    ports: dict[str, str], rdma: tuple[str, ...], default: tuple[str, ...], needs_rdma: bool, found: list[str]
+) -> None:
+    head, worker = (
+        dressed(number, *(port(name, f"{net}.{number}") for name, net in ports.items()), rdma=rdma, default=default)
+        for number in (1, 2)
+    )
+    proposed = propose({"head": head, "worker": worker}, needs_rdma=needs_rdma)
+    assert [(one.head_interface, one.worker_interface) for one in proposed] == [(name, name) for name in found]
+
+
 def row(name: str, **more: object) -> dict[str, object]:
     return {"ifname": name, "mtu": 1500, "flags": ["LOWER_UP"], "addr_info": [], **more}
 

@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,8 +25,9 @@ from sparkserve.lifecycle import Outcome, Session
 from sparkserve.lock import LockedImage, write_lock
 from sparkserve.operations import Eyes
 from sparkserve.output import Mode, Output
-from sparkserve.plan import ApplyReport, Change, Interrupted
+from sparkserve.plan import ApplyReport, Change, Interrupted, Plan
 from sparkserve.planning import Starting
+from sparkserve.preflight import judge
 from sparkserve.records import Pair, Record, save_record
 from sparkserve.status import Evidence, Verdict
 from sparkserve.status_look import Question, Status
@@ -33,6 +35,7 @@ from tests.component.docker_node import DockerNode
 from tests.fakes import FakeSession, make_cluster
 from tests.unit.cases import wait_for
 from tests.unit.deployments import FILES, IMAGE, LINKS, make_deployment, make_lock
+from tests.unit.facts import make_subject, make_system
 
 NEWER = LockedImage(base="nvcr.io/nvidia/pytorch@sha256:" + "f" * 64)
 ENVIRONMENT = {"SPARKSERVE_WORKER": "spark@10.0.0.2"}
@@ -55,6 +58,22 @@ def test_parameters_that_cannot_be_are_told_once(tmp_path: Path) -> None:
     with pytest.raises(SparkserveError, match="SPARKSERVE_CONTEXT") as caught:
         lifecycle.run_steps(session, ("start",), dry_run=True)
     assert [error.node for error in flatten(caught.value)] == [""]
+
+
+def test_a_start_shows_of_its_checks_just_those_that_are_not_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = replace(make_session(tmp_path), voice=Output(Mode.HUMAN), skip_checks=("clock",))
+    without_swap = {**make_system().memory, "SwapTotal": 0}
+    found = judge(make_subject(system={"worker": {"memory": without_swap, "clock": (7.5, 0.0)}}))
+    monkeypatch.setattr(preflight, "preflight", lambda *_: found)
+    deployment = cast("Any", SimpleNamespace(cluster=make_cluster(), recipe=session.recipe))
+    lifecycle.prepare(session, deployment, Plan(()), None)
+    said = capsys.readouterr()
+    first, second = said.err.splitlines()
+    assert first.startswith("warning: check swap, worker: no swap; better: swap that is there")
+    assert second.startswith("warning: check clock (skipped), both nodes: the worker's clock is 7.500 s ahead")
+    assert (len(found) > 50, said.out) == (True, "")
 
 
 # -- which recipe -----------------------------------------------------------------------------------------------------

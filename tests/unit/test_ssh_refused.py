@@ -4,6 +4,7 @@ import contextlib
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,6 +128,32 @@ def test_a_listener_that_does_not_speak_ssh(
         error = refusal(client)
     assert error.code == "ssh_banner"
     assert "out of memory" in error.hint
+
+
+def test_a_banner_that_comes_late_is_waited_for(client: Client, server: Sshd) -> None:
+    late = ssh.CONNECT_SECONDS / 4
+    with server.paused() as resume:
+        begun = time.monotonic()
+        timer = threading.Timer(late, resume)
+        timer.start()
+        with contextlib.closing(client.connect()) as host:
+            assert time.monotonic() - begun >= late
+            assert host.run(["echo", "well"]).stdout == b"well\n"
+        timer.join()
+
+
+def test_a_banner_that_comes_too_late_is_a_machine_that_has_no_time(
+    client: Client, server: Sshd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with server.paused(), monkeypatch.context() as patch:
+        patch.setattr(ssh, "CONNECT_SECONDS", 0.5)
+        begun = time.monotonic()
+        error = refusal(client)
+        waited = time.monotonic() - begun
+    assert (error.code, error.exit_code, waited >= 0.5) == ("ssh_banner", EXIT_COULD_NOT_LOOK, True)
+    assert error.hint == "the machine may be out of memory or overloaded: wait a minute, then look again"
+    with contextlib.closing(client.connect()) as host:  # a minute later
+        assert host.run(["echo", "well"]).stdout == b"well\n"
 
 
 def test_a_machine_that_does_not_answer(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from sparkserve import system_text
 from sparkserve.system import PortFacts, SystemFacts, gather, parse, parse_disk
-from sparkserve.system_text import Listener, container_in, filesystem_of, parse_buddyinfo
+from sparkserve.system_text import Listener, container_in, filesystem_of, parse_buddyinfo, parse_earlyoom
 from tests.fakes import FakeSession, make_node
 from tests.unit.cases import read_rows, row_name
 
@@ -222,6 +222,22 @@ def test_a_port_that_this_account_may_not_try(listeners: Any, containers: Any, f
 )
 def test_daemons_that_end_processes(answer: Any, found: tuple[str, ...] | None) -> None:
     assert facts(commands={**raw_facts()["commands"], "oom_daemons": answer}).oom_daemons == found
+
+
+@pytest.mark.parametrize(
+    ("answer", "floor"),
+    [
+        (answered("/usr/bin/earlyoom -r 3600\n"), 12_000),  # ten percent is its default
+        (answered("/usr/bin/earlyoom -m 4,2 -s 100 --avoid '^sshd$'\n"), 4_800),
+        (answered("earlyoom -m4\n"), 4_800),
+        (answered("earlyoom -M 2048,1024\n"), 2048 * 1024),
+        (answered("earlyoom -M 2 -m 10\n"), 2048),
+        (answered("", 1), None),
+        (None, None),
+    ],
+)
+def test_below_what_earlyoom_ends_processes(answer: Any, floor: int | None) -> None:
+    assert parse_earlyoom(answer, 120_000) == floor
 
 
 def test_a_gpu_that_docker_found_described() -> None:

@@ -18,7 +18,7 @@ from sparkserve.errors import SparkserveError
 from sparkserve.lifecycle import open_session
 from sparkserve.lock import Lock, LockedImage
 from sparkserve.output import Mode, Output
-from sparkserve.preflight import check_foreign_pair
+from sparkserve.preflight import check_foreign_containers
 from sparkserve.recipe import Recipe
 from sparkserve.recipe_text import to_toml
 from sparkserve.settings import Settings
@@ -254,17 +254,56 @@ def test_half_a_pair_is_named_with_what_is_missing(left: Role, missing: Role) ->
             look(facts)
         assert (caught.value.code, caught.value.exit_code, caught.value.hint) == ("takeover_half", 3, hint)
         assert caught.value.message == f"only half of a pair runs: vllm-{left} (rank {rank} of vllm) on the {left}"
-    (check,) = check_foreign_pair(facts)
+    (check,) = check_foreign_containers(facts)
     assert (check.node, check.verdict, check.observed) == (
         left, "fail", f"vllm-{left} runs rank {rank} of vllm, and is not ours"
     )  # fmt: skip
     assert check.hint.startswith(f"docker stop vllm-{left}, or your own script's stop; to take it over: {hint}; then ")
-    (unknown,) = check_foreign_pair({left: facts[left]})
+    (unknown,) = check_foreign_containers({left: facts[left]})
     assert "missing" not in unknown.hint, "of a node that could not be looked at nothing is known"
 
 
+BRIDGED = {"NetworkMode": "bridge", "Privileged": False, "DeviceRequests": None, "Devices": None, "Runtime": "runc"}
+RDMA = [{"PathOnHost": "/dev/infiniband/uverbs0", "PathInContainer": "/dev/infiniband/uverbs0"}]
+SOUND = [{"PathOnHost": "/dev/snd", "PathInContainer": "/dev/snd"}]
+
+
+@pytest.mark.parametrize(
+    ("host", "env", "told"),
+    [
+        ({}, [], ""),
+        ({"Devices": SOUND}, [], ""),
+        ({"DeviceRequests": [{"Driver": "", "Count": -1, "Capabilities": [["gpu"]]}]}, [], "the GPU"),
+        ({"DeviceRequests": [{"Driver": "cdi", "DeviceIDs": ["nvidia.com/gpu=all"]}]}, [], "the GPU"),
+        ({"Runtime": "nvidia"}, ["NVIDIA_VISIBLE_DEVICES=all"], "the GPU"),
+        ({"Runtime": "nvidia"}, ["NVIDIA_VISIBLE_DEVICES=void"], ""),
+        ({"Runtime": "nvidia"}, [], ""),
+        ({"Devices": RDMA}, [], "RDMA devices"),
+        ({"Devices": RDMA, "DeviceRequests": [{"Driver": ""}]}, [], "the GPU and RDMA devices"),
+        ({"Privileged": True}, [], "every device (privileged)"),
+        ({"Privileged": True, "NetworkMode": "host"}, [], ""),  # of its network is told from the list of containers
+    ],
+)
+def test_an_idle_container_of_others_with_the_models_devices_is_told(
+    host: dict[str, Any], env: list[str], told: str
+) -> None:
+    found = read("vllm_by_hand")["head"]
+    found["container"]["HostConfig"] |= {**BRIDGED, **host}
+    found["container"]["Config"] |= {"Cmd": ["sleep", "infinity"], "Entrypoint": None, "Env": env}
+    found["processes"] = ["sleep infinity"]
+    facts: dict[Role, Facts] = {"head": Facts((running_of("head", found),), 0, 0)}
+    checks = check_foreign_containers(facts)
+    wanted = f"vllm-head was given {told}"
+    assert [(one.id, one.node, one.verdict, one.observed) for one in checks] == (
+        [("containers", "head", "warn", wanted)] if told else []
+    )
+    assert {one.advice for one in checks} <= {"docker stop vllm-head"}
+    ours = replace(facts["head"].running[0], is_ours=True)
+    assert check_foreign_containers({"head": Facts((ours,), 0, 0)}) == []
+
+
 def test_a_whole_pair_can_be_taken_over() -> None:
-    hints = [check.hint for check in check_foreign_pair(facts_of(read("vllm_by_hand")))]
+    hints = [check.hint for check in check_foreign_containers(facts_of(read("vllm_by_hand")))]
     assert [hint.rpartition("; ")[2] for hint in hints] == ["`sparkserve init --from-running` writes its recipe"] * 2
 
 
