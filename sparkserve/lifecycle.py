@@ -27,6 +27,7 @@ from sparkserve import (
     records,
     sources,
     state_file,
+    status_look,
     tuning,
 )
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, connect, pair_lock, require_worker
@@ -391,5 +392,7 @@ def draw(session: Session, facts: Path | None, *, live: bool) -> blueprint.Bluep
 def verify_endpoint(session: Session) -> list[Proof]:
     """Ask the endpoint the recipe's requests."""
     context = decide_parameters(session.settings, session.recipe).context
-    exam = Exam(open_endpoint(session.settings, session.recipe), session.recipe.verification, context)
+    endpoint, recipe = open_endpoint(session.settings, session.recipe), session.recipe
+    is_busy = partial(status_look.is_busy, endpoint, recipe.counters)
+    exam = Exam(endpoint, recipe.verification, context, is_busy=is_busy)
     return verify(exam, lambda name: session.voice.say(f"asking the endpoint: {name}"))
