@@ -15,7 +15,7 @@ from typing import Any
 
 from sparkserve import __version__, around, engine_logs, link, system
 from sparkserve.cluster import ROLES, Cluster, Node, connect
-from sparkserve.engine_facts import gather
+from sparkserve.engine_facts import gather, kernel_lines
 from sparkserve.engine_logs import LogLine, LogQuery
 from sparkserve.errors import SparkserveError
 from sparkserve.hosts import mask
@@ -29,8 +29,6 @@ _SAVED_RUNS = 3
 # What the kernel says of memory that ran out, and the driver of its own troubles.
 _KERNEL = re.compile(r"oom|out of memory|killed process|NVRM|Xid|mlx5|hung task", re.IGNORECASE)
 _COMMANDS = {
-    "journal": ["journalctl", "-k", "--no-pager", "-q", "-n", "20000", "-o", "short-iso"],
-    "dmesg": ["dmesg", "--time-format", "iso"],
     "smi": ["timeout", "5", "nvidia-smi"],
     "docker": ["docker", "version"],
 }
@@ -105,8 +103,7 @@ def _plan(session: Session) -> str:
 def _facts(node: Node) -> dict[str, Any]:
     cable = link.gather(node)
     raw = node.session.ask("facts", timeout=30, commands=_COMMANDS)["commands"]
-    journal = next((raw[name]["out"] for name in ("journal", "dmesg") if raw[name] and raw[name]["code"] == 0), "")
-    kernel = [line for line in journal.splitlines() if _KERNEL.search(line)][-_LINES:]
+    kernel = [line for line in kernel_lines(node) if _KERNEL.search(line)][-_LINES:]
     return {
         "system": asdict(system.gather(node)),
         "link": asdict(cable),
