@@ -8,7 +8,7 @@ import re
 import sys
 import tarfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -101,18 +101,25 @@ def _plan(session: Session) -> str:
 
 
 def _facts(node: Node) -> dict[str, Any]:
-    cable = link.gather(node)
     raw = node.session.ask("facts", timeout=30, commands=_COMMANDS)["commands"]
     kernel = [line for line in kernel_lines(node) if _KERNEL.search(line)][-_LINES:]
     return {
-        "system": asdict(system.gather(node)),
-        "link": asdict(cable),
-        "around": asdict(around.parse(around.gather(node), cable)),
-        "ours": asdict(gather(node)),
+        "system": _told(lambda: system.gather(node)),
+        "link": _told(lambda: link.gather(node)),
+        "around": _told(lambda: around.parse(around.gather(node), link.gather(node))),
+        "ours": _told(lambda: gather(node)),
         "nvidia-smi": raw["smi"],
         "docker": raw["docker"],
         "kernel lines": "\n".join(kernel) + "\n" if kernel else "none that this account can read\n",
     }
+
+
+def _told(look: Callable[[], Any]) -> dict[str, Any]:
+    """Give what was seen, or why it could not be: one thing that is broken must not hide what else there is."""
+    try:
+        return asdict(look())
+    except SparkserveError as error:
+        return {"could not look": str(error)}
 
 
 def _live_logs(cluster: Cluster) -> str:
