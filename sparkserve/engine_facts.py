@@ -161,7 +161,7 @@ def kernel_lines(node: Node, seconds: float | None = None) -> list[str]:
     """Give the kernel's lines that this account may read, of the last seconds only where so many are given."""
     raw = node.session.ask("facts", timeout=LOOK_SECONDS if seconds else 30, commands=_KERNEL_COMMANDS)
     outputs = (raw["commands"][name] for name in _KERNEL_COMMANDS)
-    lines: list[str] = next((found["out"].splitlines() for found in outputs if found and found["code"] == 0), [])
+    lines: list[str] = next((one["out"].splitlines() for one in outputs if one and one["code"] == 0 and one["out"]), [])
     if seconds is None:
         return lines
     return [line for line in lines if _kernel_moment(line) >= raw["time"] - seconds]

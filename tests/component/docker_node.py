@@ -75,7 +75,7 @@ class DockerNode:
         self.refusal = ""
         self.listening: set[int] = set()
         self.problem = ""
-        self.kernel: dict[str, Any] | None = None  # what journalctl gives; no one may read it at first
+        self.kernel: dict[str, str] = {}  # what the programs that tell of it print; the others are not there
         self.clock = 0.0  # seconds that its clock is ahead
         self.answering = threading.Lock()
         self.api = self
@@ -97,7 +97,8 @@ class DockerNode:
             answered = {path: {"error": self.problem} if self.problem else self.get(path) for path in docker}
         rows = [f"   0: 00000000:{port:04X} 00000000:0000 0A 00000000:00000000" for port in self.listening]
         texts = {path: "\n".join(rows) if "/net/tcp" in path else meminfo for path in files}
-        kernel = {name: self.kernel if name == "journal" else None for name in commands or ()}
+        outputs = {name: self.kernel.get(name) for name in commands or ()}
+        kernel = {name: None if out is None else {"code": 0, "out": out, "err": ""} for name, out in outputs.items()}
         return {"time": time.time() + self.clock, "docker": answered, "files": texts, "commands": kernel}
 
     def get(self, path: str) -> dict[str, Any]:

@@ -376,24 +376,29 @@ def test_a_start_that_takes_too_long_tells_what_was_known_to_slow_it(
     assert advice in told
 
 
-@pytest.mark.parametrize(
-    ("ago", "words"), [(0.0, ["the driver found no free memory: page cache or fragmentation"]), (3600.0, [])]
-)
+@pytest.mark.parametrize("program", ["journal", "dmesg"])
+@pytest.mark.parametrize(("ago", "warnings"), [(0.0, ["the driver found no free memory"]), (3600.0, [])])
 def test_what_the_kernel_said_since_the_start_is_told_with_the_failure(
-    scene: Scene, ago: float, words: list[str]
+    scene: Scene, program: str, ago: float, warnings: list[str]
 ) -> None:
     def act(head: Container, worker: Container) -> None:
         stamped = datetime.fromtimestamp(time.time() + scene.worker.clock - ago, UTC).isoformat()
         line = f"{stamped} spark-2 kernel: NVRM: nvCheckOkFailedNoLog: NV_ERR_NO_MEMORY from _memdescAllocInternal"
-        scene.worker.kernel = {"code": 0, "out": f"-- no date\n\n{line}\n", "err": ""}
+        # A journal that this account may not read is an empty one.
+        scene.worker.kernel = {"journal": "", program: f"-- no date\n\n{line}\n"}
         worker.end(3)
 
     scene.worker.clock = 5000.0
     scene.when_both_run(act)
     error = scene.fail()
     assert error.code == "rank_ended"
-    told = [text for text in error.details.splitlines() if text.startswith("warning: ")]
-    assert [text.removeprefix("warning: ").split(": free")[0] for text in told] == words
+    told = [text.split(": ")[1] for text in error.details.splitlines() if text.startswith("warning: ")]
+    assert told == warnings
+
+
+def test_an_exit_code_that_the_recipe_knows_is_told_as_a_line_is(scene: Scene) -> None:
+    scene.when_both_run(lambda head, worker: worker.end(70))
+    assert "warning: a rank ended because the other one did: look at the other node's log" in scene.fail().details
 
 
 def test_a_kernel_that_cannot_be_asked_hides_no_failure(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
