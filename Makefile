@@ -38,10 +38,10 @@ test-vllm: lab-ready $(installed) ## Real vLLM over the two nodes of the lab, on
 rehearse: lab-ready $(installed) ## The whole line, up to verify and stop, on the lab; ENGINE=vllm takes real vLLM
 	$(guard) $(python) -m tests.lab.rehearse $(ENGINE)
 
-# The figures of the command line alone need no lab.
+# The figures of the command line alone need no lab; beside all others the soak lasts a minute, by itself 15.
 bench_lab := $(if $(filter-out cli,$(or $(ONLY),all)),lab-ready)
 bench: $(installed) $(bench_lab) ## Figures and their limits; ONLY="cli" takes some
-	$(if $(bench_lab),$(guard)) $(python) -m tests.bench $(ONLY)
+	$(if $(ONLY),,SOAK_SECONDS=$${SOAK_SECONDS:-60}) $(if $(bench_lab),$(guard)) $(python) -m tests.bench $(ONLY)
 
 wheels: $(installed) ## Ask the package index whether a Spark gets a wheel of every pinned dependency
 	@.ci/aarch64_wheels.sh

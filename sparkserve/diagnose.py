@@ -8,14 +8,14 @@ import re
 import sys
 import tarfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from sparkserve import __version__, around, engine_logs, link, system
 from sparkserve.cluster import ROLES, Cluster, Node, connect
-from sparkserve.engine_facts import gather
+from sparkserve.engine_facts import gather, kernel_lines
 from sparkserve.engine_logs import LogLine, LogQuery
 from sparkserve.errors import SparkserveError
 from sparkserve.hosts import mask
@@ -29,8 +29,6 @@ _SAVED_RUNS = 3
 # What the kernel says of memory that ran out, and the driver of its own troubles.
 _KERNEL = re.compile(r"oom|out of memory|killed process|NVRM|Xid|mlx5|hung task", re.IGNORECASE)
 _COMMANDS = {
-    "journal": ["journalctl", "-k", "--no-pager", "-q", "-n", "20000", "-o", "short-iso"],
-    "dmesg": ["dmesg", "--time-format", "iso"],
     "smi": ["timeout", "5", "nvidia-smi"],
     "docker": ["docker", "version"],
 }
@@ -103,19 +101,25 @@ def _plan(session: Session) -> str:
 
 
 def _facts(node: Node) -> dict[str, Any]:
-    cable = link.gather(node)
     raw = node.session.ask("facts", timeout=30, commands=_COMMANDS)["commands"]
-    journal = next((raw[name]["out"] for name in ("journal", "dmesg") if raw[name] and raw[name]["code"] == 0), "")
-    kernel = [line for line in journal.splitlines() if _KERNEL.search(line)][-_LINES:]
+    kernel = [line for line in kernel_lines(node) if _KERNEL.search(line)][-_LINES:]
     return {
-        "system": asdict(system.gather(node)),
-        "link": asdict(cable),
-        "around": asdict(around.parse(around.gather(node), cable)),
-        "ours": asdict(gather(node)),
+        "system": _told(lambda: system.gather(node)),
+        "link": _told(lambda: link.gather(node)),
+        "around": _told(lambda: around.parse(around.gather(node), link.gather(node))),
+        "ours": _told(lambda: gather(node)),
         "nvidia-smi": raw["smi"],
         "docker": raw["docker"],
         "kernel lines": "\n".join(kernel) + "\n" if kernel else "none that this account can read\n",
     }
+
+
+def _told(look: Callable[[], Any]) -> dict[str, Any]:
+    """Give what was seen, or why it could not be: one thing that is broken must not hide what else there is."""
+    try:
+        return asdict(look())
+    except SparkserveError as error:
+        return {"could not look": str(error)}
 
 
 def _live_logs(cluster: Cluster) -> str:

@@ -16,6 +16,10 @@ from sparkserve.system_text import parse_meminfo
 LOOK_SECONDS = 5.0
 _NAMES = (container_name(0), container_name(1))
 _INIT = re.compile(r"\S*(docker-init|tini)\b")
+_KERNEL_COMMANDS = {
+    "journal": ["journalctl", "-k", "--no-pager", "-q", "-n", "20000", "-o", "short-iso"],
+    "dmesg": ["dmesg", "--time-format", "iso"],
+}
 _TOP = "/containers/{id}/top?ps_args=-eo%20pid,stat,args"
 
 
@@ -151,6 +155,23 @@ def inspect(node: Node, rows: Sequence[Mapping[str, Any]], *, images: bool = Fal
             processes = parse_top(answers[top]["body"]) if answers[top].get("status") == 200 else ()
             bodies = [docker_body(answers[page], node.role) for page in (container, *others)]
             yield bodies[0], processes, *bodies[1:]
+
+
+def kernel_lines(node: Node, seconds: float | None = None) -> list[str]:
+    """Give the kernel's lines that this account may read, of the last seconds only where so many are given."""
+    raw = node.session.ask("facts", timeout=LOOK_SECONDS if seconds else 30, commands=_KERNEL_COMMANDS)
+    outputs = (raw["commands"][name] for name in _KERNEL_COMMANDS)
+    lines: list[str] = next((one["out"].splitlines() for one in outputs if one and one["code"] == 0 and one["out"]), [])
+    if seconds is None:
+        return lines
+    return [line for line in lines if _kernel_moment(line) >= raw["time"] - seconds]
+
+
+def _kernel_moment(line: str) -> float:
+    try:
+        return datetime.fromisoformat(line.split(maxsplit=1)[0]).timestamp()
+    except (ValueError, IndexError):
+        return 0.0
 
 
 def docker_body(answer: Mapping[str, Any], node: str, exit_code: int = EXIT_COULD_NOT_LOOK) -> Any:  # noqa: ANN401 - JSON

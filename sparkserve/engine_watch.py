@@ -13,19 +13,29 @@ from pydantic import SecretStr
 from sparkserve.cluster import ROLES, Cluster, Node, Role
 from sparkserve.container import ContainerSpec
 from sparkserve.endpoint import Endpoint
-from sparkserve.engine_facts import LOOK_SECONDS, ContainerFacts, docker_body, gather, parse_container, parse_memory
+from sparkserve.engine_facts import (
+    LOOK_SECONDS,
+    ContainerFacts,
+    docker_body,
+    gather,
+    kernel_lines,
+    parse_container,
+    parse_memory,
+)
 from sparkserve.engine_logs import LogFollower, LogLine, find_trouble, last_words, match_failure, match_phase
 from sparkserve.engine_stop import all_or_nothing
 from sparkserve.errors import SparkserveError
 from sparkserve.hosts import mask
 from sparkserve.plan import ASIDE, ApplyReport, Work
 from sparkserve.readiness import Prober
-from sparkserve.recipe import Recipe
+from sparkserve.recipe import KnownFailure, Recipe
 from sparkserve.status import State
 
 _POLL_SECONDS = 0.4
 # So long may a node be silent before the start is given up: a machine that loads 100 GB answers late.
 _SILENCE_SECONDS = 30.0
+# The ranks were made a little before the wait for them began, and the journal tells whole seconds.
+_EARLIER_SECONDS = 10.0
 _GIB = 2**30
 _SHOWN = 70  # characters of a log line
 STEP = "start"
@@ -80,7 +90,7 @@ class _Watch:
     phases: dict[Role, str] = field(default_factory=dict)
     available: dict[Role, int] = field(default_factory=dict)
     heard: dict[Role, float] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[KnownFailure] = field(default_factory=list)
 
     @property
     def elapsed(self) -> float:
@@ -149,8 +159,15 @@ class _Watch:
             self.phases[role] = phase
             self.launch.phases.setdefault(f"rank {line.rank}: {phase}", self.elapsed)
         failure = match_failure(line.text, self.recipe.failures)
-        if failure and not failure.fatal and failure.cause not in self.warnings:
-            self.warnings.append(failure.cause)
+        if failure and not failure.fatal and failure not in self.warnings:
+            self.warnings.append(failure)
+
+    def _ask_kernels(self) -> None:
+        """Take what the kernels said since the wait began: what a driver warns of is in no container's log."""
+        seconds = self.elapsed + _EARLIER_SECONDS
+        for role, lines in self.cluster.try_both(lambda node: kernel_lines(node, seconds))[0].items():
+            for text in lines:
+                self._take(role, LogLine(0.0, ROLES.index(role), text))
 
     def _check_silence(self, errors: Mapping[Role, SparkserveError]) -> None:
         for role, error in errors.items():
@@ -168,6 +185,8 @@ class _Watch:
     def _rank_ended(self, looks: Mapping[Role, _Look], unseen: Mapping[Role, SparkserveError]) -> SparkserveError:
         """Name who ended first: before all others a rank that went with its Docker engine, which the other missed."""
         ended = {role: look.container for role, look in looks.items() if not look.container.is_running}
+        for role, container in ended.items():
+            self._take(role, LogLine(0.0, ROLES.index(role), container.ended))
         gone = [role for role, error in unseen.items() if error.code == "docker_unreachable" and role not in ended]
         role, *others = [*gone, *sorted(ended, key=lambda role: -looks[role].since_end)]
         what, how = ("was lost", unseen[role].message) if gone else ("ended", ended[role].ended)
@@ -180,7 +199,9 @@ class _Watch:
         return f"after {self.elapsed:.1f} s" + (f", in phase {phase!r}" if phase else ", before its first phase")
 
     def failure(self, code: str, message: str, role: str, cause: SparkserveError | None = None) -> SparkserveError:
-        """Build the error of a failed start: the earliest real error of either log, cause, advice, last lines."""
+        """Build the error of a failed start: the earliest real error, cause, advice, known warnings, last lines."""
+        if code != "node_silent":
+            self._ask_kernels()
         trouble = find_trouble(self.lines, self.recipe.failures)
         details = [cause.details or str(cause)] if cause else []
         hint = "`sparkserve logs --run last` shows both logs"
@@ -192,6 +213,7 @@ class _Watch:
             hint = f"{trouble.known.advice}; {hint}"
         elif cause and cause.hint:
             hint = f"{cause.hint}; {hint}"
+        details += [f"warning: {one.cause}: {one.advice}" for one in self.warnings]
         for rank, text in last_words(self.lines).items():
             details.append(f"last line of rank {rank}: {text}")
         exit_code = cause.exit_code if cause else 1
@@ -240,5 +262,5 @@ def wait_until_ready(cluster: Cluster, recipe: Recipe, launch: Launch, work: Wor
             work.note(watch.line_of_state(prober.state))
             prober.finished.wait(_POLL_SECONDS)
         watch.look()
-    warned = "".join(f"; warning: {warning}" for warning in watch.warnings)
+    warned = "".join(f"; warning: {warning.cause}" for warning in watch.warnings)
     return f"answered through {launch.endpoint.model} at {launch.endpoint.base_url} after {watch.elapsed:.1f} s{warned}"

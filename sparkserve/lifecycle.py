@@ -26,6 +26,7 @@ from sparkserve import (
     recipe_git,
     records,
     sources,
+    status_look,
     tuning,
 )
 from sparkserve.cluster import ROLES, Cluster, Deployment, Node, connect, pair_lock, require_worker
@@ -209,8 +210,9 @@ def run_steps(
         outcome = Outcome(("adopt", *steps) if adopt else steps, every, report, time.monotonic() - begun)
         report.raise_failures()
         if start is not None and session.command != "watch":  # a restart of its own is no word of the owner's
-            recipe = session.settings.recipe
-            note_down(session, lambda: records.keep_wanted(session.state, serving=True, recipe=recipe))
+            note_down(
+                session, partial(records.keep_wanted, session.state, serving=True, recipe=session.settings.recipe)
+            )
         return outcome
 
 
@@ -394,5 +396,7 @@ def draw(session: Session, facts: Path | None, *, live: bool) -> blueprint.Bluep
 def verify_endpoint(session: Session) -> list[Proof]:
     """Ask the endpoint the recipe's requests."""
     context = decide_parameters(session.settings, session.recipe).context
-    exam = Exam(open_endpoint(session.settings, session.recipe), session.recipe.verification, context)
+    endpoint, recipe = open_endpoint(session.settings, session.recipe), session.recipe
+    is_busy = partial(status_look.is_busy, endpoint, recipe.counters)
+    exam = Exam(endpoint, recipe.verification, context, is_busy=is_busy)
     return verify(exam, lambda name: session.voice.say(f"asking the endpoint: {name}"))

@@ -27,6 +27,8 @@ from sparkserve.status import Evidence, Expected, Sample, Verdict, find_missing,
 _TAIL = 200
 _APART_SECONDS = 0.7
 _PROBE_SECONDS = 5.0
+# Who waited for minutes can look a little longer than one step of a huge prompt takes.
+_BUSY_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def _ask_engine(question: Question, evidence: Evidence, container: str) -> Evide
     evidence = replace(evidence, http="open", problems=problems)
     counters = question.recipe.counters
     try:
-        samples = _sample(question, counters) if counters else ()
+        samples = _sample(endpoint, counters, question.patience) if counters else ()
     except EndpointError as error:
         if error.status in (401, 403):
             return replace(evidence, probe="failed", problems=(f"{error.message}: another API key than ours",))
@@ -136,18 +138,27 @@ def _ask_engine(question: Question, evidence: Evidence, container: str) -> Evide
     return evidence if evidence.in_flight else _probe(question, evidence)
 
 
-def _sample(question: Question, counters: Counters) -> tuple[Sample, ...]:
+def _sample(endpoint: Endpoint, counters: Counters, patience: float) -> tuple[Sample, ...]:
     """Look at the counters; where requests are in flight, again until one moved or patience ends."""
-    samples = [_read_counters(question.endpoint, counters)]
+    samples = [_read_counters(endpoint, counters)]
     begun = samples[0].moment
     while samples[-1].in_flight:
         time.sleep(0.25)
-        samples.append(_read_counters(question.endpoint, counters))
+        samples.append(_read_counters(endpoint, counters))
         moved = samples[-1].moving != samples[0].moving
         passed = samples[-1].moment - begun
-        if passed >= question.patience or (moved and passed >= _APART_SECONDS):
+        if passed >= patience or (moved and passed >= _APART_SECONDS):
             break
     return samples[0], samples[-1]
+
+
+def is_busy(endpoint: Endpoint, counters: Counters | None, patience: float = _BUSY_SECONDS) -> bool:
+    """Whether requests are in flight and a counter moves: the proof of an engine that leaves others waiting."""
+    try:
+        evidence = Evidence(samples=_sample(endpoint, counters, patience) if counters else ())
+    except EndpointError:
+        return False
+    return evidence.in_flight and evidence.moved
 
 
 def _read_counters(endpoint: Endpoint, counters: Counters) -> Sample:

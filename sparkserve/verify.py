@@ -16,7 +16,7 @@ from sparkserve.prompts import random_name, random_words
 from sparkserve.recipe import CheckName, Verify
 from sparkserve.replies import Completion, EndpointError
 
-Outcome = Literal["ok", "fail", "not applicable"]
+Outcome = Literal["ok", "fail", "unseen", "not applicable"]
 _SECONDS = 600.0
 _LONG_SECONDS = 1800.0
 # Generous, so that a model which thinks before it answers is not cut off.
@@ -40,12 +40,16 @@ class Proof:
 
 @dataclass(frozen=True)
 class Exam:
-    """Who is asked, what the recipe says about it, and where the random numbers come from."""
+    """Who is asked, what the recipe says about it, and where the random numbers come from.
+
+    `is_busy` tells whether the engine works on requests at this moment: one that waits behind them proves nothing.
+    """
 
     endpoint: Endpoint
     recipe: Verify
     context: int
     chance: random.Random = field(default_factory=random.SystemRandom)
+    is_busy: Callable[[], bool] = lambda: False
 
     def request(self, prompt: str, more: Mapping[str, Any] | None = None, *, thinking: bool = False) -> dict[str, Any]:
         """Build a chat request with the recipe's own words for thinking."""
@@ -92,6 +96,9 @@ def _prove(exam: Exam, name: CheckName) -> Proof:
         finding = ask(exam)
     except EndpointError as error:
         finding = _Finding(holds=False, observed=error.told)
+        if error.code == "endpoint_timeout" and exam.is_busy():
+            observed = f"{error.message}: it is busy with requests, and its counters move"
+            return Proof(name, "unseen", observed, needed, time.monotonic() - begun)
     return Proof(name, "ok" if finding.holds else "fail", finding.observed, needed, time.monotonic() - begun)
 
 

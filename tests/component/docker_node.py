@@ -75,6 +75,7 @@ class DockerNode:
         self.refusal = ""
         self.listening: set[int] = set()
         self.problem = ""
+        self.kernel: dict[str, str] = {}  # what the programs that tell of it print; the others are not there
         self.clock = 0.0  # seconds that its clock is ahead
         self.answering = threading.Lock()
         self.api = self
@@ -84,13 +85,21 @@ class DockerNode:
     def find(self, id_: str) -> Container | None:
         return next((container for container in self.containers if container.id == id_), None)
 
-    def facts(self, docker: tuple[str, ...] = (), files: tuple[str, ...] = (), timeout: float = 0) -> dict[str, Any]:
+    def facts(
+        self,
+        docker: tuple[str, ...] = (),
+        files: tuple[str, ...] = (),
+        timeout: float = 0,
+        commands: dict[str, list[str]] | None = None,
+    ) -> dict[str, Any]:
         meminfo = f"MemTotal: 125000000 kB\nMemAvailable: {self.available_kb} kB\nSwapTotal: 8 kB\nSwapFree: 8 kB\n"
         with self.answering:
             answered = {path: {"error": self.problem} if self.problem else self.get(path) for path in docker}
         rows = [f"   0: 00000000:{port:04X} 00000000:0000 0A 00000000:00000000" for port in self.listening]
         texts = {path: "\n".join(rows) if "/net/tcp" in path else meminfo for path in files}
-        return {"time": time.time() + self.clock, "docker": answered, "files": texts}
+        outputs = {name: self.kernel.get(name) for name in commands or ()}
+        kernel = {name: None if out is None else {"code": 0, "out": out, "err": ""} for name, out in outputs.items()}
+        return {"time": time.time() + self.clock, "docker": answered, "files": texts, "commands": kernel}
 
     def get(self, path: str) -> dict[str, Any]:
         if path.startswith("/containers/json?all=1"):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -352,6 +353,59 @@ def test_a_warning_of_the_log_is_told_and_ends_nothing(scene: Scene) -> None:
     report = scene.apply()
     report.raise_failures()
     assert "warning: the driver found no free memory" in report.applied[-1].proof
+
+
+@pytest.mark.parametrize(
+    ("line", "cause", "advice"),
+    [
+        ("[tensorfold] rank 0 finished layers; waiting for rank 1", "one rank waits for the other", "stale lock files"),
+        ("NV_ERR_NO_MEMORY", "the driver found no free memory", "reboot it"),
+    ],
+)
+def test_a_start_that_takes_too_long_tells_what_was_known_to_slow_it(
+    scene: Scene, line: str, cause: str, advice: str
+) -> None:
+    scene.recipe = {"first_seconds": 1, "later_seconds": 1}
+    scene.when_both_run(lambda head, worker: head.say(line))
+    error = scene.fail()
+    assert error.code == "start_timeout"
+    (told,) = [text for text in error.details.splitlines() if text.startswith("warning: ")]
+    assert cause in told
+    assert advice in told
+
+
+@pytest.mark.parametrize("program", ["journal", "dmesg"])
+@pytest.mark.parametrize(("ago", "warnings"), [(0.0, ["the driver found no free memory"]), (3600.0, [])])
+def test_what_the_kernel_said_since_the_start_is_told_with_the_failure(
+    scene: Scene, program: str, ago: float, warnings: list[str]
+) -> None:
+    def act(head: Container, worker: Container) -> None:
+        stamped = datetime.fromtimestamp(time.time() + scene.worker.clock - ago, UTC).isoformat()
+        line = f"{stamped} spark-2 kernel: NVRM: nvCheckOkFailedNoLog: NV_ERR_NO_MEMORY from _memdescAllocInternal"
+        # A journal that this account may not read is an empty one.
+        scene.worker.kernel = {"journal": "", program: f"-- no date\n\n{line}\n"}
+        worker.end(3)
+
+    scene.worker.clock = 5000.0
+    scene.when_both_run(act)
+    error = scene.fail()
+    assert error.code == "rank_ended"
+    told = [text.split(": ")[1] for text in error.details.splitlines() if text.startswith("warning: ")]
+    assert told == warnings
+
+
+def test_an_exit_code_that_the_recipe_knows_is_told_as_a_line_is(scene: Scene) -> None:
+    scene.when_both_run(lambda head, worker: worker.end(70))
+    assert "warning: a rank ended because the other one did: look at the other node's log" in scene.fail().details
+
+
+def test_a_kernel_that_cannot_be_asked_hides_no_failure(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> list[str]:
+        raise SparkserveError("connection_lost", "gone", "look there")
+
+    monkeypatch.setattr("sparkserve.engine_watch.kernel_lines", refuse)
+    scene.when_both_run(lambda head, worker: worker.end(3))
+    assert scene.fail().code == "rank_ended"
 
 
 def test_both_ranks_that_end_at_once_are_told(scene: Scene) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import random
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,12 +12,13 @@ import httpx
 import pytest
 
 from sparkserve.endpoint import Endpoint
-from sparkserve.errors import EXIT_NOT_READY, SparkserveError
+from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, SparkserveError, exit_code_of
 from sparkserve.prompts import random_name
 from sparkserve.recipe import Verify
 from sparkserve.recipe_source import load_recipe
+from sparkserve.status_look import is_busy
 from sparkserve.verify import Exam, Proof, verify
-from tests.lab_tests.stand_in_pair import Pair, serving
+from tests.lab_tests.stand_in_pair import Pair, serving, wait_until
 
 NEEDLE_TOKENS = 3000
 
@@ -90,6 +92,41 @@ def test_each_run_asks_something_else(exam: Exam) -> None:
 def test_a_bad_pair_fails(pair: Pair, exam: Exam, script: dict[str, Any], failing: set[str]) -> None:
     pair.script(**script)
     assert {name for name, verdict in verdicts(exam).items() if verdict == "fail"} == failing
+
+
+@pytest.mark.parametrize(
+    ("script", "verdict"),
+    [
+        ({"prefill_tokens_per_second": 4000}, "unseen"),
+        ({"prefill_tokens_per_second": 4000, "stalled": True}, "fail"),
+        ({"completions": "hang"}, "fail"),
+    ],
+)
+def test_a_pair_that_is_busy_in_every_slot_is_not_told_as_broken(
+    pair: Pair, exam: Exam, monkeypatch: pytest.MonkeyPatch, script: dict[str, Any], verdict: str
+) -> None:
+    monkeypatch.setattr("sparkserve.verify._SECONDS", 1.5)
+    counters = load_recipe("tensorfold-1017").counters
+    busy = replace(
+        exam,
+        recipe=exam.recipe.model_copy(update={"checks": ("answer",)}),
+        is_busy=lambda: is_busy(exam.endpoint, counters, 3.0),
+    )
+    words = " ".join(f"word{number}" for number in range(20_000))
+    pair.script(**script)
+    others = [threading.Thread(target=pair.chat, args=[f"{n} {words}"], kwargs={"max_tokens": 1}) for n in range(4)]
+    if "completions" not in script:
+        for other in others:
+            other.start()
+        wait_until(lambda: sum(pair.metrics()[f"tensorfold:requests_{kind}"] for kind in ("running", "waiting")) >= 4)
+    (proof,) = verify(busy, print)
+    pair.script(prefill_tokens_per_second=10_000_000)
+    for other in others:
+        if other.ident:
+            other.join(60)
+    assert proof.verdict == verdict, proof
+    assert ("its counters move" in proof.observed) == (verdict == "unseen")
+    assert exit_code_of([proof]) == {"unseen": EXIT_COULD_NOT_LOOK, "fail": 1}[verdict]
 
 
 def test_an_untrained_model_proves_form_only(exam: Exam, pair: Pair) -> None:

@@ -90,13 +90,21 @@ def test_a_broken_image_never_gets_its_name(prepared: Pair, line: str, code: str
     assert names(prepared) == []
 
 
-def test_an_image_that_is_missing_on_the_worker(prepared: Pair) -> None:
+@pytest.mark.parametrize(("role", "step"), [("head", "build"), ("worker", "ship")])
+def test_an_image_that_is_missing_on_one_node(prepared: Pair, role: str, step: str) -> None:
     (tag,) = set(images(prepared))
-    prepared.worker.docker("rmi", "-f", f"sparkserve/lab:{tag}")
-    answer = prepared.ask("start")
-    assert (answer["exit_code"], answer["errors"][0]["code"]) == (3, "not_prepared")
-    assert "worker: ship" in answer["errors"][0]["details"]
-    assert names(prepared) == []
+    node = getattr(prepared, role)
+    # Under another name its layers stay: a head that builds it anew ends with the same image, and soon.
+    node.docker("tag", f"sparkserve/lab:{tag}", "kept:lab")
+    node.docker("rmi", f"sparkserve/lab:{tag}")
+    try:
+        answer = prepared.ask("start")
+        assert (answer["exit_code"], answer["errors"][0]["code"]) == (3, "not_prepared")
+        assert f"{role}: {step}" in answer["errors"][0]["details"]
+        assert names(prepared) == []
+        assert prepared.ask("build")["exit_code"] == 0
+    finally:
+        node.docker("rmi", "kept:lab")
     assert_ends_proved(prepared)
 
 
@@ -124,10 +132,13 @@ def test_the_earliest_error_is_told_with_cause_and_advice_and_both_logs_are_kept
 
 
 def test_both_ranks_fail_at_once(prepared: Pair) -> None:
-    prepared.script_engine(exit_at={"at": "before_rendezvous", "code": 3, "log": "RuntimeError: neither wants to"})
+    prepared.script_engine(exit_at={"at": "loading", "code": 3, "log": "RuntimeError: neither wants to"})
     answer = prepared.ask("start")
     assert answer["exit_code"] == 1
-    assert "neither wants to" in answer["errors"][0]["details"]
+    (error,) = answer["errors"]
+    assert re.search(r"first error, rank \d at .*neither wants to", error["details"])
+    for rank in (0, 1):
+        assert f"last line of rank {rank}: " in error["details"], error
     assert names(prepared) == []
 
 

@@ -83,13 +83,37 @@ def test_a_launcher_killed_while_it_waits_for_the_first_token(prepared: Pair, nu
     assert_ends_proved(prepared)
 
 
-@pytest.mark.parametrize("number", [KILL, INT])
+def test_a_stop_ends_what_a_launcher_left_that_was_killed_while_the_ranks_load(prepared: Pair) -> None:
+    prepared.script_engine(load_seconds_first=60, load_seconds_later=60)
+    process = launch(prepared, "start")
+    wait_for_line(process, "^head: start .*loading layers")
+    end(prepared, process, KILL)
+    assert running(prepared) == RANKS
+    assert prepared.ask("stop")["exit_code"] == 0
+    assert names(prepared) == []
+
+
+@pytest.mark.parametrize("number", CODES)
 def test_a_launcher_killed_during_a_switch(other: Pair, number: signal.Signals) -> None:
     other.script_engine(load_seconds_first=60, load_seconds_later=60)
     process = launch(other, "start", "--recipe", OTHER)
     wait_for_line(process, "^head: start .*loading layers")
     end(other, process, number)
     assert running(other) == (RANKS if number == KILL else [])
+    other.script_engine()
+    assert_ends_proved(other, recipes=2)
+
+
+@pytest.mark.parametrize("number", [INT, TERM])
+def test_a_launcher_interrupted_while_it_brings_the_earlier_pair_back(other: Pair, number: signal.Signals) -> None:
+    # The other recipe's ranks end before they load: the pair that loads is the one that comes back.
+    bad = 'schema = 1\nextends = "lab"\nname = "other"\n[launch.env]\nNCCL_SOCKET_IFNAME = "nosuch0"\n'
+    other.write(f"{OTHER}/recipe.toml", bad)
+    other.script_engine(load_seconds_first=60, load_seconds_later=60)
+    process = launch(other, "start", "--recipe", OTHER)
+    wait_for_line(process, "^head: start .*loading layers")
+    end(other, process, number)
+    assert names(other) == []
     other.script_engine()
     assert_ends_proved(other, recipes=2)
 

@@ -202,3 +202,21 @@ def test_an_archive_without_a_worker_says_so(serving: Pair) -> None:
     assert answer["exit_code"] == 0
     content = serving.head.run(["tar", "-xzOf", answer["data"]["path"], "--wildcards", "*/worker.json"]).stdout
     assert "cannot reach" in json.loads(content)["could not look"]
+
+
+def test_an_archive_of_a_node_without_a_docker_engine_has_all_the_rest(serving: Pair) -> None:
+    line = "2026-11-30T08:00:00+0000 spark kernel: Out of memory: Killed process 7 (dockerd)"
+    serving.worker.stop_docker()
+    try:
+        with journal(serving.worker, [line]):
+            answer = serving.ask("diagnose", "--to", HOME)
+    finally:
+        serving.worker.start_docker()
+    assert answer["exit_code"] == 0
+    with tarfile.open(fileobj=BytesIO(serving.head.run(["cat", answer["data"]["path"]]).stdout)) as archive:
+        texts = {name.partition("/")[2]: _read(archive, name) for name in archive.getnames()}
+    facts = json.loads(texts["worker.json"])
+    assert "Docker" in facts["ours"]["could not look"]
+    assert facts["link"]["interface"] == serving.worker.link_interface
+    assert facts["around"]["gpu"]["clock_mhz"] == 208
+    assert texts["worker-kernel.txt"] == f"{line}\n"

@@ -185,7 +185,7 @@ def test_two_watches_are_one_too_many(serving: Pair) -> None:
 
 
 def test_no_false_alarm_under_load(steady: Pair) -> None:
-    """Long prefills in every slot, and looks beside them; `SOAK_SECONDS=900 make bench ONLY=soak` does it longer."""
+    """Long prefills in every slot, and looks beside them; `make bench ONLY=soak` does it for 15 minutes."""
     steady.script_engine(prefill_tokens_per_second=4000)
     before = [node.docker("ps", "-q") for node in steady.lab.nodes]
     ended, served, looks = threading.Event(), [], []

@@ -129,6 +129,8 @@ BAD_LINES = {
     "NVRM: nvCheckOkFailedNoLog: NV_ERR_NO_MEMORY from _memdescAllocInternal": WARNING,
     "[tensorfold] the ranks planned different rounds; its requests fail, serving goes on": WARNING,
     "[tensorfold] rank 0 finished layers; waiting for rank 1": WARNING,
+    "OSError: [Errno 28] No space left on device: '/ranks/rank0.bin.new'": FATAL,
+    "exit code 70": WARNING,
 }
 VLLM_LINES = {
     "(MainProcess pid=6) INFO 11-30 08:12:58 [serve.py:224] Launching vLLM (v0.32.0) headless multiproc executor, with "
@@ -180,6 +182,10 @@ VLLM_BAD_LINES = {
     "(APIServer pid=6) WARNING 11-30 08:07:41 [system_utils.py:255] Found ulimit of 20000 and failed to automatically "
     "increase with error current limit exceeds maximum limit. This can cause fd limit errors like "
     "`OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n": WARNING,
+    "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.": FATAL,
+    "(Worker_TP1 pid=12) OSError: [Errno 28] No space left on device": FATAL,
+    "(Worker_TP0 pid=30) RuntimeError: topk=1152 has no decode kernel": FATAL,
+    "(APIServer pid=6) ValueError: Out of range float values are not JSON compliant: nan": WARNING,
     "vllm: error: unrecognized arguments: --wrong": FATAL,
 }
 SGLANG_LINES = {
@@ -198,6 +204,12 @@ SGLANG_BAD_LINES = {
     "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.": FATAL,
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.": FATAL,
     "spark-1:30:30 [0] NCCL WARN socketProgress: Connection closed by remote peer 10.0.0.2<41234>": BROKEN,
+    "NVRM: nvCheckOkFailedNoLog: NV_ERR_NO_MEMORY from _memdescAllocInternal": WARNING,
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.": BROKEN,
+    "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.": FATAL,
+    "spark-1:30:30 [0] NCCL WARN Call to ibv_modify_qp failed with 61 No data available errno 61": FATAL,
+    "spark-1:30:30 [0] NCCL WARN Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory": FATAL,
+    "OSError: [Errno 28] No space left on device: '/root/.cache/kernels'": FATAL,
     "launch_server.py: error: unrecognized arguments: --wrong": FATAL,
 }
 LINES = {

@@ -38,7 +38,7 @@ def measure() -> Iterator[Figure]:
         yield _start_over_docker(pair)
         yield _rank_killed_while_loading(pair)
         yield from _worker_gone(pair)
-        yield _named_by_watch(pair)
+        yield from _named_by_watch(pair)
         yield _lost_by_watching(pair)
         yield _beside_sparkrun(pair)
 
@@ -118,13 +118,13 @@ def _run_by_hand(pair: Pair, argvs: dict[str, list[str]]) -> float:
 
 
 def _rank_killed_while_loading(pair: Pair) -> Figure:
-    def one() -> float:
+    def one(rank: int) -> float:
         pair.reset()
         pair.script_engine(load_seconds_first=60, load_seconds_later=60)
         with pair.head.popen(pair.command("start"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as start:
             _wait(lambda: bool(pair.head.docker("ps", "-q", "--filter", "name=sparkserve-rank0")))
             time.sleep(1.0)
-            pair.worker.docker("kill", "sparkserve-rank1")
+            pair.lab.nodes[rank].docker("kill", f"sparkserve-rank{rank}")
             begun = time.perf_counter()
             code = start.wait(timeout=60)
             seconds = time.perf_counter() - begun
@@ -133,7 +133,7 @@ def _rank_killed_while_loading(pair: Pair) -> Figure:
             raise RuntimeError(f"start ended with {code} and left {left}")
         return seconds
 
-    worst = max(one() for _ in range(3))
+    worst = max(one(rank) for rank in (1, 0, 1))
     pair.reset()
     pair.script_engine(**INSTANT)
     return Figure("rank_killed_in_load_seconds", worst, "s", 5.0)
@@ -141,9 +141,7 @@ def _rank_killed_while_loading(pair: Pair) -> Figure:
 
 def _engine_killed(pair: Pair) -> Iterator[Figure]:
     """Kill the engine's process inside rank 1's container: the very next look must say degraded."""
-    top = pair.worker.docker("top", "sparkserve-rank1", "-eo", "pid,args").splitlines()
-    engine = next(line.split()[0] for line in top if "tensorfold_lab" in line and "docker-init" not in line)
-    pair.worker.run(["kill", "-9", engine], user="root")
+    _signal_engine(pair, 1, "KILL")
     looks = 0
     while looks < 5:
         looks += 1
@@ -151,6 +149,14 @@ def _engine_killed(pair: Pair) -> Iterator[Figure]:
             break
     yield Figure("looks_until_degraded", looks, "looks", 1)
     _succeed(pair, "start")
+
+
+def _signal_engine(pair: Pair, rank: int, signal_name: str) -> None:
+    """Send a signal to the engine's process inside a rank's container."""
+    node = pair.lab.nodes[rank]
+    top = node.docker("top", f"sparkserve-rank{rank}", "-eo", "pid,args").splitlines()
+    engine = next(line.split()[0] for line in top if "tensorfold_lab" in line and "docker-init" not in line)
+    node.run(["kill", f"-{signal_name}", engine], user="root")
 
 
 def _worker_gone(pair: Pair) -> Iterator[Figure]:
@@ -197,21 +203,30 @@ def _dropping(node: LabNode) -> Iterator[None]:
         node.run(["iptables", "-D", *rule], user="root")
 
 
-def _named_by_watch(pair: Pair) -> Figure:
-    """Kill rank 1 of a serving pair by turns with rank 0; the watch must name it, and brings the pair back."""
-    seconds = []
-    for rank in (1, 0, 1):
-        pair.reset()
-        pair.script_engine(**INSTANT)
-        _succeed(pair, "start")
-        with watching(pair) as watch:
-            watch.wait_for("running")
-            time.sleep(1.0)
-            killed = time.time()
-            pair.lab.nodes[rank].docker("kill", f"sparkserve-rank{rank}")
-            seconds.append(watch.named(rank, killed)["at"] - killed)
-            watch.wait_for("restarted", 60)
-    return Figure("watch_names_killed_rank_seconds", max(seconds), "s", 3.0)
+def _named_by_watch(pair: Pair) -> Iterator[Figure]:
+    """Break the ranks of a serving pair by turns, in each way; the watch must name them, and brings the pair back."""
+    ways: dict[str, Callable[[int], object]] = {
+        "killed_rank": lambda rank: pair.lab.nodes[rank].docker("kill", f"sparkserve-rank{rank}"),
+        "killed_engine": lambda rank: _signal_engine(pair, rank, "KILL"),
+        "stopped_rank": lambda rank: _signal_engine(pair, rank, "STOP"),
+    }
+    for name, break_rank in ways.items():
+        worst = max(_seconds_until_named(pair, rank, break_rank) for rank in (1, 0, 1))
+        yield Figure(f"watch_names_{name}_seconds", worst, "s", 3.0)
+
+
+def _seconds_until_named(pair: Pair, rank: int, break_rank: Callable[[int], object]) -> float:
+    pair.reset()
+    pair.script_engine(**INSTANT)
+    _succeed(pair, "start")
+    with watching(pair) as watch:
+        watch.wait_for("running")
+        time.sleep(1.0)
+        broken = time.time()
+        break_rank(rank)
+        named: float = watch.named(rank, broken)["at"]
+        watch.wait_for("restarted", 60)
+    return named - broken
 
 
 def _lost_by_watching(pair: Pair) -> Figure:
