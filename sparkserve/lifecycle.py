@@ -373,9 +373,7 @@ def up(session: Session, *, skip: tuple[str, ...], dry_run: bool) -> tuple[Outco
         message = f"--skip {', '.join(sorted(unknown))}: only tune can be left out"
         raise usage_error("skip_unknown", message, "sparkserve up --skip tune")
     outcome = run_steps(session, tuple(step for step in STEPS if step not in skip), dry_run=dry_run)
-    if dry_run:
-        return outcome, []
-    return outcome, verify_endpoint(session)
+    return outcome, [] if dry_run else verify_endpoint(session)
 
 
 def draw(session: Session, facts: Path | None, *, live: bool) -> blueprint.Blueprint:
