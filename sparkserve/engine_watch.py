@@ -118,15 +118,28 @@ class _Watch:
             for line in look.lines:
                 self._take(role, line)
         self._check_silence(errors)
-        first = [role for role, look in looks.items() if not look.container.is_running]
-        if first:
-            # One rank soon ends with the other: a second look sees both, their last words, and what a guard killed.
-            again, lost = self.cluster.try_both(self._look_at)
-            self.lines += [line for look in again.values() for line in look.lines]
-            self._check_guards({role: look.killed_at for role, look in again.items()})
-            raise self._rank_ended({**looks, **again}, {**errors, **lost})
+        self._check_end(looks, errors)
         self._check_guards({role: look.killed_at for role, look in looks.items()})
-        self._check_fatal([line for look in looks.values() for line in look.lines])
+
+    def _check_end(self, looks: Mapping[Role, _Look], errors: Mapping[Role, SparkserveError]) -> None:
+        """Raise when a rank ended, or said that it will: with its Docker engine, it is told before who missed it."""
+        ended = [role for role, look in looks.items() if not look.container.is_running]
+        fatal = [line for look in looks.values() for line in look.lines if self._is_fatal(line)]
+        if not ended and not fatal:
+            return
+        # One rank soon ends with the other: a second look sees both, their last words, and what a guard killed.
+        again, lost = self.cluster.try_both(self._look_at)
+        self.lines += [line for look in again.values() for line in look.lines]
+        last = {**looks, **again}
+        self._check_guards({role: look.killed_at for role, look in last.items()})
+        if ended or any(error.code == "docker_unreachable" for error in lost.values()):
+            raise self._rank_ended(last, {**errors, **lost})
+        role = ROLES[fatal[0].rank]
+        raise self.failure("engine_failed", f"rank {fatal[0].rank} cannot serve {self._where(role)}", role)
+
+    def _is_fatal(self, line: LogLine) -> bool:
+        failure = match_failure(line.text, self.recipe.failures)
+        return failure is not None and failure.fatal
 
     def _look_at(self, node: Node) -> _Look:
         follower = self.followers[node.role]
@@ -174,13 +187,6 @@ class _Watch:
             silent = time.monotonic() - self.heard[role]
             if error.code == "connection_lost" or silent > _SILENCE_SECONDS:
                 raise self.failure("node_silent", f"the {role} could not be asked for {silent:.0f} s", role, error)
-
-    def _check_fatal(self, fresh: list[LogLine]) -> None:
-        for line in fresh:
-            failure = match_failure(line.text, self.recipe.failures)
-            if failure and failure.fatal:
-                message = f"rank {line.rank} cannot serve {self._where(ROLES[line.rank])}"
-                raise self.failure("engine_failed", message, ROLES[line.rank])
 
     def _rank_ended(self, looks: Mapping[Role, _Look], unseen: Mapping[Role, SparkserveError]) -> SparkserveError:
         """Name who ended first: before all others a rank that went with its Docker engine, which the other missed."""

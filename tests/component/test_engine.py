@@ -505,6 +505,19 @@ def test_a_docker_engine_that_ended_is_named_before_the_rank_that_missed_it(scen
     assert error.hint.startswith("sudo systemctl start docker")
 
 
+def test_a_docker_engine_that_ended_is_named_before_what_the_other_rank_says_of_it(scene: Scene) -> None:
+    def act(head: Container, worker: Container) -> None:
+        wait_for(lambda: bool(scene.requests), "the wait has begun")
+        with scene.worker.answering, scene.head.answering:
+            scene.worker.problem = "refused"
+            head.say("RuntimeError: NCCL error 6: remote process exited or network error")
+
+    scene.when_both_run(act)
+    error = scene.fail()
+    assert (error.code, error.node, error.exit_code) == ("rank_ended", "worker", EXIT_COULD_NOT_LOOK)
+    assert "NCCL error 6" in error.details
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_of_two_ranks_that_ended_the_earlier_one_is_named_whatever_the_clocks_say(scene: Scene, late: int) -> None:
     """The other node's clock is an hour ahead, and a look meets both ranks at their end."""

@@ -215,11 +215,9 @@ def test_a_docker_engine_that_ends_while_the_ranks_load(prepared: Pair) -> None:
         output = process.communicate(timeout=120)[0].decode()
     finally:
         prepared.worker.start_docker()
-    # Rank 1 ends with its engine, and rank 0 after it: whichever is seen first, the first to end is named.
+    # Rank 1 ends with its engine, and rank 0 after it or not yet: whatever is seen first, the first to end is named.
     assert process.returncode in (1, 6)
-    assert re.search(r"worker: rank 1 (was lost|ended) .*; rank 0 ended too|worker: the worker could not be", output), (
-        output
-    )
+    assert re.search(r"worker: rank 1 (was lost|ended) |worker: the worker could not be", output), output
     assert "worker: there is no Docker engine" in output
     assert prepared.head.docker("ps", "-aq") == ""
     assert prepared.ask("stop")["exit_code"] == 0
