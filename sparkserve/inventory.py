@@ -135,10 +135,11 @@ def hash_files(node: Node, places: Mapping[str, ManifestFile], work: Work) -> di
     return {path: FileFacts(row["kind"], row["size"], row["digest"]) for path, row in rows.items()}
 
 
-def prove(node: Node, item: Item, work: Work, path: str = "") -> bool:
-    """Hash a file where it is used (or at another path) and tell whether it is right."""
+def prove(node: Node, item: Item, work: Work, path: str = "") -> str | None:
+    """Hash a file where it is used (or at another path) and say what keeps it from being right; None when it is."""
     path = path or node.place(item.manifest, item.file)
-    return is_proved(item.file, hash_files(node, {path: item.file}, work)[path])
+    problem = find_problem(item.file, hash_files(node, {path: item.file}, work)[path])
+    return "unreadable, could not look" if problem == "unreadable" else problem
 
 
 def settle(node: Node, item: Item, work: Work) -> str:

@@ -80,9 +80,10 @@ class _File:
     def make_right(self, work: Work) -> str:
         """Prove what is there; bring it where that is not enough."""
         if self.hash_first:
-            if prove(self.node, self.item, work):
+            problem = prove(self.node, self.item, work)
+            if not problem:
                 return f"{self.item.file.size} bytes, {self.item.proof}"
-            work.note("wrong content: fetching it")
+            work.note(f"{problem}: fetching it")
         origin = self._bring(work)
         return f"{settle(self.node, self.item, work)}, from {origin}"
 
