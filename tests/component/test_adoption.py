@@ -185,7 +185,11 @@ def close_to_us(node: Node, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def blind(do: str, **fields: Any) -> Any:
         found = ask(do, **fields)
-        return {**found, path: {"kind": "unreadable", "size": 0, "digest": None}} if do == "hash" and path in found else found
+        return (
+            {**found, path: {"kind": "unreadable", "size": 0, "digest": None}}
+            if do == "hash" and path in found
+            else found
+        )
 
     monkeypatch.setattr(node.session, "ask", blind)
 

@@ -86,11 +86,11 @@ def test_a_start_in_the_middle_of_a_request_is_noticed(tmp_path: Path, monkeypat
             reading.remove(path)
         if path == str(paths[0]):
             serving.set()
-        return os.stat(path), "digest"
+        return Path(path).stat(), "digest"
 
     monkeypatch.setattr(node_program, "hash_file", hash_file)
     monkeypatch.setattr(node_program, "serves", serving.is_set)
-    monkeypatch.setattr(node_program.os, "sched_getaffinity", lambda _: range(3))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
     rows = [{"path": str(path), "algorithm": "sha256", "size": 1} for path in paths]
     request = {"store": str(tmp_path / "proofs.json"), "files": rows}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:  # whose thread becomes nice, and not this one
