@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from sparkserve.hosts import expand_home
 from sparkserve.inventory import Facts, Item, list_items, note_adopted, prove
 from sparkserve.lock import Lock
 from sparkserve.manifest import is_proved
-from sparkserve.plan import Change, Work
+from sparkserve.plan import ApplyReport, Change, LeftAlone, Work
 
 STEP = "adopt"
 _SEARCH_SECONDS = 600.0
@@ -105,6 +105,14 @@ def assume(deployment: Deployment, facts: Mapping[Role, Facts], found: Mapping[R
             node.adopted[item.name] = places[0]
 
 
+def tell_rest(report: ApplyReport, warn: Callable[[str], None]) -> None:
+    """Warn of every file that is not used in place after all, also where that failed: it is fetched instead."""
+    report.left_alone += [(change, error.message) for change, error in report.failed]
+    report.left_alone += [(change, "not looked at") for change in report.not_reached]
+    for change, why in report.left_alone:
+        warn(f"{change.node}: {change.resource} is not used in place: {why}")
+
+
 def _open(node: Node, lock: Lock, facts: Facts, found: Places) -> Iterator[tuple[Item, list[str]]]:
     """Give the files that are not proved yet, with other places than our own."""
     for item in list_items(lock):
@@ -114,9 +122,12 @@ def _open(node: Node, lock: Lock, facts: Facts, found: Places) -> Iterator[tuple
 
 
 def _adopt(node: Node, item: Item, places: Collection[str], work: Work) -> str:
+    problems = []
     for place in places:
         work.note(f"{item.resource}: {place}")
-        if prove(node, item, work, place):
+        problem = prove(node, item, work, place)
+        if not problem:
             note_adopted(node, item, place)
             return f"{item.file.size} bytes in place, {item.proof}"
-    return f"{', '.join(places)}: wrong content, left alone"
+        problems.append(f"{place}: {problem}")
+    raise LeftAlone("; ".join(problems))

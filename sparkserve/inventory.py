@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -67,10 +67,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a node holds, by `Item.name`: every wanted file, and the bytes of files that are under way."""
+    """What a node holds, by `Item.name`: every wanted file, the bytes of files under way, and which the hub sends."""
 
     files: Mapping[str, FileFacts]
     partial_bytes: Mapping[str, int]
+    downloads: Collection[str] = ()
 
     def of(self, item: Item) -> FileFacts:
         """Give what was seen of a file."""
@@ -88,15 +89,18 @@ def gather(node: Node, lock: Lock) -> Facts:
     items = list_items(lock)
     paths = [(node.place(item.manifest, item.file), item.file.algorithm) for item in items]
     partials = [(item.partial_path(node), item.file.algorithm) for item in items]
-    wanted = [{"path": path, "algorithm": algorithm} for path, algorithm in (*paths, *partials)]
+    journals = [(path + JOURNAL_SUFFIX, algorithm) for path, algorithm in partials]
+    wanted = [{"path": path, "algorithm": algorithm} for path, algorithm in (*paths, *partials, *journals)]
     rows = node.session.ask("look", store=node.proofs_file, files=wanted)
-    files, partial_bytes = {}, {}
+    files, partial_bytes, downloads = {}, {}, set()
     for item, (path, _), (partial, _) in zip(items, paths, partials, strict=True):
         row = rows[path]
         files[item.name] = FileFacts(row["kind"], row["size"], row["digest"])
         if rows[partial]["kind"] == "file":
             partial_bytes[item.name] = min(item.file.size, rows[partial]["blocks"])
-    return Facts(files, partial_bytes)
+            if partial_bytes[item.name] and rows[partial + JOURNAL_SUFFIX]["kind"] == "file":
+                downloads.add(item.name)
+    return Facts(files, partial_bytes, downloads)
 
 
 def find_need(item: Item, facts: Facts, node: Node) -> str | None:
@@ -135,10 +139,11 @@ def hash_files(node: Node, places: Mapping[str, ManifestFile], work: Work) -> di
     return {path: FileFacts(row["kind"], row["size"], row["digest"]) for path, row in rows.items()}
 
 
-def prove(node: Node, item: Item, work: Work, path: str = "") -> bool:
-    """Hash a file where it is used (or at another path) and tell whether it is right."""
+def prove(node: Node, item: Item, work: Work, path: str = "") -> str | None:
+    """Hash a file where it is used (or at another path) and say what keeps it from being right; None when it is."""
     path = path or node.place(item.manifest, item.file)
-    return is_proved(item.file, hash_files(node, {path: item.file}, work)[path])
+    problem = find_problem(item.file, hash_files(node, {path: item.file}, work)[path])
+    return "unreadable, could not look" if problem == "unreadable" else problem
 
 
 def settle(node: Node, item: Item, work: Work) -> str:

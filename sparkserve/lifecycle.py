@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import SecretStr
 
 from sparkserve import (
+    adoption,
     attempt,
     blueprint,
     check_catalog,
@@ -35,7 +36,7 @@ from sparkserve.engine_stop import abandon
 from sparkserve.engine_watch import is_half_started
 from sparkserve.errors import EXIT_NOT_READY, EXIT_USAGE, Failures, SparkserveError, flatten, usage_error
 from sparkserve.parameters import decide_parameters, read_sudo_password, secrets_to_mask
-from sparkserve.plan import Applied, ApplyReport, Change, Interrupted, Plan, apply, select
+from sparkserve.plan import ApplyReport, Change, Interrupted, Plan, apply, select
 from sparkserve.recipe import Recipe
 from sparkserve.recipe_source import load_recipe
 from sparkserve.settings import Loaded, Settings, load, state_dir
@@ -106,7 +107,7 @@ class Outcome:
     @property
     def rows(self) -> list[StepRow]:
         """The summary: one row for each step and node."""
-        return [row for step in self.steps for row in summarize(step, self.report.applied)]
+        return [row for step in self.steps for row in summarize(step, self.report)]
 
 
 def open_session(
@@ -195,8 +196,9 @@ def run_steps(
         with pair_lock(session.state, session.command):
             if lock_is_new:
                 lock.write_lock(session.lock_file, deployment.lock)
-            adoption = Plan(tuple(planning.look_for_weights(deployment, adopt, session.voice.warn)))
-            adopted = carry_out(session, deployment, adoption)
+            lent = Plan(tuple(planning.look_for_weights(deployment, adopt, session.voice.warn)))
+            adopted = carry_out(session, deployment, lent)
+            adoption.tell_rest(adopted, session.voice.warn)
             wanted, start = plan_steps(session, deployment, steps)
             if start is not None and (start.changes or start.refusals):
                 report = _start(session, deployment, wanted, start)
@@ -205,8 +207,8 @@ def run_steps(
                     prepare(session, deployment, wanted, start)
                 report = carry_out(session, deployment, wanted)
             planning.tidy_weights(deployment, steps)
-        report.applied[:0] = adopted.applied
-        every = Plan((*adoption.changes, *wanted.changes))
+        report.applied[:0], report.left_alone = adopted.applied, adopted.left_alone
+        every = Plan((*lent.changes, *wanted.changes))
         outcome = Outcome(("adopt", *steps) if adopt else steps, every, report, time.monotonic() - begun)
         report.raise_failures()
         if start is not None and session.command != "watch":  # a restart of its own is no word of the owner's
@@ -338,20 +340,22 @@ def _not_prepared(pending: list[Change]) -> SparkserveError:
     return SparkserveError("not_prepared", message, "sparkserve up", details=details, exit_code=EXIT_NOT_READY)
 
 
-def summarize(step: str, applied: list[Applied]) -> list[StepRow]:
-    """Sum up what was applied of one step, by node."""
+def summarize(step: str, report: ApplyReport) -> list[StepRow]:
+    """Sum up what was applied of one step, by node, and how much of it was left alone."""
     rows = []
-    for node in ("head", "worker"):
-        done = [item for item in applied if item.change.step == step and item.change.node == node]
-        if not done:
+    for node in ROLES:
+        done = [item for item in report.applied if item.change.step == step and item.change.node == node]
+        left = sum(change.step == step and change.node == node for change, _ in report.left_alone)
+        if not (done or left):
             continue
         size = sum(item.change.size for item in done)
-        proof = done[-1].proof
+        proof = done[-1].proof if done else "none"
         if len(done) > 1 and size:
             proof = f"{len(done)} files, {checks.show_size(size)}: size and hash right"
             if step == "prune":
                 proof = f"{len(done)} gone, {checks.show_size(size)}"
-        seconds = max(item.ended for item in done) - min(item.begun for item in done)
+        proof += f"; {left} left alone" if left else ""
+        seconds = max(item.ended for item in done) - min(item.begun for item in done) if done else 0.0
         rows.append(StepRow(step, node, proof, seconds))
     return rows or [StepRow(step, "both", "as wanted already", 0.0)]
 

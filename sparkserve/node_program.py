@@ -35,8 +35,6 @@ Request = dict[str, Any]
 # Read in blocks that stay in the processor's cache; dropped in whole large pages, of which none goes in parts.
 BLOCK, DROP = 1 << 20, 8 << 20
 _output = threading.Lock()
-# Beside a serving engine one file of all requests is read at a time.
-_gently = threading.Lock()
 children: set[subprocess.Popen[str]] = set()
 
 
@@ -192,6 +190,35 @@ class Remembered:
             os.replace(beside, self.path)
 
 
+@contextlib.contextmanager
+def turn(store: str, tell: Callable[[], None]) -> Iterator[None]:
+    """Hold what only one reader of this node has, of all programs: whoever is killed gives it back.
+
+    It is a lock on the store's directory, or on the nearest one above: nothing has to be written for it.
+    """
+    with contextlib.suppress(OSError):
+        os.makedirs(os.path.dirname(store), exist_ok=True)
+    with contextlib.ExitStack() as held:
+        for place in pathlib.Path(store).parents:
+            with contextlib.suppress(OSError):  # closed to us, no directory, or a file system without locks
+                descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+                held.callback(os.close, descriptor)
+                while not locked(descriptor):
+                    tell()  # who says nothing for long is given up
+                    time.sleep(0.1)
+                break
+        yield
+
+
+def locked(descriptor: int) -> bool:
+    """Take the lock of an open file, if nobody has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def file_state(path: str) -> tuple[str, os.stat_result | None]:
     """Look at a path without following a link in its last part."""
     try:
@@ -258,7 +285,6 @@ def hash_files(request: Request, tell: Callable[[dict[str, int]], None]) -> dict
     memory = Remembered(request["store"])
     done, told = [0], [0.0]
     counting = threading.Lock()
-    gentle = serves()
     os.nice(19)  # of this thread and those that it makes: others may serve where no engine of ours does
 
     def count(size: int) -> None:
@@ -270,22 +296,13 @@ def hash_files(request: Request, tell: Callable[[dict[str, int]], None]) -> dict
             told[0] = now
         tell({"bytes": done[0]})
 
-    @contextlib.contextmanager
-    def turn() -> Iterator[None]:
-        while not _gently.acquire(timeout=5):
-            tell({"bytes": done[0]})  # who says nothing for long is given up
-        try:
-            yield
-        finally:
-            _gently.release()
-
     def one(file: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         path, algorithm = file["path"], file["algorithm"]
         kind, _ = file_state(path)
         if kind != "file":
             return path, {"kind": kind, "size": 0, "digest": None}
         try:
-            with turn() if gentle else contextlib.nullcontext():
+            with turn(memory.path, lambda: count(0)) if serves() else contextlib.nullcontext():
                 found, digest = hash_file(path, algorithm, count)
         except OSError as error:
             return path, {"kind": "unreadable", "size": 0, "digest": None, "error": error.strerror}

@@ -24,6 +24,10 @@ class Cancelled(Exception):
     """The run was interrupted while this change was under way."""
 
 
+class LeftAlone(Exception):
+    """What was found is not what the change could take: its words say why; it is neither done nor failed."""
+
+
 @dataclass(frozen=True)
 class Change:
     """One difference between what is and what is wanted, and the action that removes it.
@@ -90,6 +94,7 @@ class ApplyReport:
     applied: list[Applied] = field(default_factory=list)
     failed: list[tuple[Change, SparkserveError]] = field(default_factory=list)
     not_reached: list[Change] = field(default_factory=list)
+    left_alone: list[tuple[Change, str]] = field(default_factory=list)
 
     def raise_failures(self) -> None:
         """Raise what failed: one error for each kind and node, with all that met the same in its details."""
@@ -126,6 +131,9 @@ class Reporter:
 
     def failed(self, change: Change, error: SparkserveError) -> None:
         """Tell that a change failed."""
+
+    def left_alone(self, change: Change) -> None:
+        """Tell that a change was not made, without a failure; the report says why."""
 
 
 def _lane_of(change: Change) -> tuple[str, str]:
@@ -181,6 +189,9 @@ class _Run:
             proof = change.action(Work(self, change))
         except Cancelled:
             self._end(change, lambda: self.report.not_reached.append(change), works=False)
+        except LeftAlone as reason:
+            why = str(reason)
+            self._end(change, lambda: self._leave(change, why), works=False)
         except SparkserveError as error:
             error.node = error.node or change.node
             failure = error
@@ -195,6 +206,10 @@ class _Run:
     def _finish(self, applied: Applied) -> None:
         self.report.applied.append(applied)
         self.reporter.finished(applied)
+
+    def _leave(self, change: Change, why: str) -> None:
+        self.report.left_alone.append((change, why))
+        self.reporter.left_alone(change)
 
     def _fail(self, change: Change, error: SparkserveError) -> None:
         self.report.failed.append((change, error))

@@ -171,8 +171,20 @@ class GroupReporter(Reporter):
             group.advance(applied.change.key, group.sizes[applied.change.key])
         if group.count == 1:
             self.say(f"{group.node}: {group.step} done: {applied.proof}")
-        elif group.finished == group.count:
+        else:
+            self._end(group)
+        self.show(group)
+
+    def _end(self, group: Group) -> None:
+        if group.finished == group.count > 0:
             self.say(f"{group.node}: {group.step} done: {group.count} proved, {amount(group.total)}")
+
+    def left_alone(self, change: Change) -> None:
+        """See `Reporter`: it does not count any more."""
+        group = self._group(change)
+        for sizes in (group.sizes, group.partial):
+            sizes.pop(change.key, None)
+        self._end(group)
         self.show(group)
 
     def failed(self, change: Change, error: SparkserveError) -> None:

@@ -91,6 +91,7 @@ def report_data(report: ApplyReport) -> dict[str, Any]:
         ],
         "failed": [change.key for change, _ in report.failed],
         "not_reached": [change.key for change in report.not_reached],
+        "left_alone": [{"key": change.key, "why": why} for change, why in report.left_alone],
     }
 
 

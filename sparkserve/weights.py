@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from sparkserve.inventory import (
     settle,
     tidy,
 )
-from sparkserve.manifest import ManifestFile
+from sparkserve.manifest import ManifestFile, find_problem, is_proved
 from sparkserve.node_copy import Copy, copy
 from sparkserve.plan import ApplyReport, Change, Plan, Work, key_of
 
@@ -38,16 +38,24 @@ __all__ = ["Facts", "Finding", "Verification", "bytes_missing", "gather", "plan"
 def plan(deployment: Deployment, facts: Mapping[Role, Facts]) -> list[Change]:
     """Plan what makes the files of both nodes whole; each of the worker waits only for its own on the head.
 
-    The head takes from the worker what lies there in the right size, else from the hub; the worker from the head.
+    The head takes from the worker what lies there in the right size (proved, where a download of it is under way, which
+    the copy would throw away), else from the hub; the worker from the head.
     """
     hub, found = Hub(deployment.settings), []
     for node in deployment.cluster.nodes:
         for item in list_items(deployment.lock):
             need = find_need(item, facts[node.role], node)
-            from_peer = node.role == "worker" or only_needs_proof(item, facts["worker"])
+            from_peer = node.role == "worker" or _is_to_copy(item, facts)
             job = _File(deployment.cluster, hub, node, item, only_needs_proof(item, facts[node.role]), from_peer)
             found += [job.change(need)] if need else []
     return found
+
+
+def _is_to_copy(item: Item, facts: Mapping[Role, Facts]) -> bool:
+    """Whether the head is to take a file from the worker."""
+    if item.name in facts["head"].downloads:
+        return is_proved(item.file, facts["worker"].of(item))
+    return only_needs_proof(item, facts["worker"])
 
 
 @dataclass(frozen=True)
@@ -80,9 +88,10 @@ class _File:
     def make_right(self, work: Work) -> str:
         """Prove what is there; bring it where that is not enough."""
         if self.hash_first:
-            if prove(self.node, self.item, work):
+            problem = prove(self.node, self.item, work)
+            if not problem:
                 return f"{self.item.file.size} bytes, {self.item.proof}"
-            work.note("wrong content: fetching it")
+            work.note(f"{problem}: fetching it")
         origin = self._bring(work)
         return f"{settle(self.node, self.item, work)}, from {origin}"
 
@@ -158,8 +167,9 @@ def verify(
 def _plan_hashing(deployment: Deployment, facts: Mapping[Role, Facts], *, full: bool) -> Iterator[Change]:
     """Plan one request a node, which reads its files side by side."""
     for node in deployment.cluster.nodes:
-        items = [item for item in list_items(deployment.lock) if only_needs_proof(item, facts[node.role])]
-        items = [item for item in items if full or facts[node.role].of(item).digest is None]
+        seen = facts[node.role]
+        items = [item for item in list_items(deployment.lock) if full or seen.of(item).digest is None]
+        items = [item for item in items if find_problem(item.file, replace(seen.of(item), digest=None)) is None]
         if items:
             files = {node.place(item.manifest, item.file): item.file for item in items}
             action = partial(_hash, node, files)

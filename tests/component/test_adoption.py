@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sparkserve import adoption, weights
+from sparkserve import adoption, lifecycle, planning, tables, weights
 from sparkserve.adoption import Found, choose, parse_folders
 from sparkserve.cluster import ROLES, Node
+from sparkserve.command_line import interrupted
 from sparkserve.errors import SparkserveError
 from sparkserve.hosts import LocalHost
 from sparkserve.inventory import list_items
-from sparkserve.plan import ApplyReport, Plan, apply
+from sparkserve.output import Mode, Output
+from sparkserve.plan import ApplyReport, Interrupted, Plan, apply
 from sparkserve.planning import look_for_weights
+from sparkserve.progress import LineReporter
 from sparkserve.search_program import search
 from tests.component.weights_stage import KIB, Pair, Recorder, Silent
 from tests.lab.hub import Hub
@@ -131,8 +136,86 @@ def test_of_two_files_with_one_name_and_size_the_right_one_is_found(stage: Pair,
     report, _ = adopt(stage, f"head:{folder}")
     proofs = {item.change.resource: item.proof for item in report.applied}
     assert "in place" in proofs[f"model/{LARGE}"]
-    assert "wrong content, left alone" in proofs[f"model/{TWIN}"]
+    assert f"model/{TWIN}" not in proofs
+    ((change, why),) = report.left_alone
+    assert (change.resource, why) == (f"model/{TWIN}", f"{folder / 'a-older' / TWIN}: wrong content")
     assert list(stage.node("head").adopted.values()) == [str(folder / "b-right" / LARGE)]
+
+
+@pytest.mark.parametrize("mode", [Mode.HUMAN, Mode.QUIET])
+def test_what_is_not_right_is_named_and_counted_nowhere(
+    stage: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: Mode
+) -> None:
+    theirs = plain_folder(stage, tmp_path / "theirs") / "some model"
+    (theirs / LARGE).write_bytes(bytes(SIZES[0]))
+    close_to_us(stage.node("head"), str(theirs / TWIN), monkeypatch)
+    monkeypatch.setattr(planning, "plan_preparation", lambda _deployment: stage.changes())
+    monkeypatch.setattr(lifecycle, "prepare", lambda *_given: None)
+    (tmp_path / ".env").touch()
+    environment = {"SPARKSERVE_WORKER": "lab-worker", "XDG_STATE_HOME": str(tmp_path / "state")}
+    session = lifecycle.open_session("download", tmp_path / ".env", environment, {}, Output(mode))
+    words = [f"head:{theirs}"]
+    outcome = lifecycle.run_steps(session, ("download", "sync"), adopt=words, opened=stage.deployment)
+    session.voice.show(tables.summary_table(outcome))
+    shown = capsys.readouterr()
+    wrong, closed = f"{theirs / LARGE}: wrong content", f"{theirs / TWIN}: unreadable, could not look"
+    assert set(re.findall("warning: .*", shown.err)) == {
+        f"warning: head: model/{LARGE} is not used in place: {wrong}",
+        f"warning: head: model/{TWIN} is not used in place: {closed}",
+    }
+    proved = len(SIZES) + 1 - 2
+    if mode is Mode.HUMAN:
+        assert re.search(rf"adopt done: {proved} proved, 3\d\d\.\d kB\n", shown.err)
+        assert re.search(rf"adopt +.* head +.* {proved} files, .*: size and hash right; 2 left alone", shown.out)
+    data = tables.outcome_data(outcome)
+    assert {row["key"]: row["why"] for row in data["left_alone"]} == {
+        f"head/adopt/model/{LARGE}": wrong,
+        f"head/adopt/model/{TWIN}": closed,
+    }
+    adopted = [row for row in data["applied"] if row["key"].startswith("head/adopt/")]
+    assert (len(adopted), len(stage.node("head").adopted)) == (proved, proved)
+    stop = interrupted("download", Interrupted(ApplyReport(outcome.report.applied[:proved])))
+    assert stop.message.startswith(f"interrupted; {proved} changes are done and proved")
+    assert stage.verify().holds
+
+
+def close_to_us(node: Node, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the node program find a file closed: root, who may run the tests, can read every real one."""
+    ask = node.session.ask
+
+    def blind(do: str, **fields: Any) -> Any:
+        found = ask(do, **fields)
+        return (
+            {**found, path: {"kind": "unreadable", "size": 0, "digest": None}}
+            if do == "hash" and path in found
+            else found
+        )
+
+    monkeypatch.setattr(node.session, "ask", blind)
+
+
+def test_folders_in_which_nothing_is_right_are_no_step_that_is_done(stage: Pair, tmp_path: Path) -> None:
+    theirs = plain_folder(stage, tmp_path / "theirs") / "some model"
+    for name in (LARGE, TWIN, "file-00003.bin", SMALL):
+        (theirs / name).write_bytes(bytes((theirs / name).stat().st_size))
+    lines: list[str] = []
+    changes = look_for_weights(stage.deployment, [f"head:{theirs}"], lines.append)
+    report = apply(Plan(tuple(changes)), LineReporter(Plan(tuple(changes)), lines.append))
+    (row,) = lifecycle.summarize("adopt", report)
+    assert (row.node, row.proof) == ("head", "none; 4 left alone")
+    assert [line for line in lines if "done" in line] == []
+
+
+def test_an_adoption_that_cannot_be_noted_is_told(stage: Pair, tmp_path: Path) -> None:
+    theirs = plain_folder(stage, tmp_path / "theirs")
+    models = Path(stage.node("head").models_dir)
+    models.mkdir(parents=True)
+    (models / ".sparkserve").touch()
+    warnings: list[str] = []
+    report = apply(Plan(tuple(look_for_weights(stage.deployment, [f"head:{theirs}"], print))), Silent())
+    adoption.tell_rest(report, warnings.append)
+    assert len(warnings) == len(SIZES) + 1
+    assert report.applied == []
 
 
 def test_a_preview_takes_the_names_for_the_files_and_notes_nothing(stage: Pair, tmp_path: Path) -> None:

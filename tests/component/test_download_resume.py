@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from sparkserve.manifest import ManifestFile
 from sparkserve.partial import Journal, Partial, boot_id
 from tests.component.weights_stage import (
     FILE,
@@ -29,6 +30,7 @@ from tests.component.weights_stage import (
 from tests.lab.hub import Hub
 from tests.lab.model_repo import make_bench_repo
 from tests.lab.repo_store import ModelRepo
+from tests.unit.test_node_program import NEEDS_FINCORE, cached_bytes
 
 SIZE = 20 * SEGMENT + 777
 
@@ -176,6 +178,15 @@ def test_a_disk_that_fails_behind_the_hash_is_told_at_once(
         wait_until(lambda: not partial._follower.is_alive())
         with pytest.raises(OSError, match="Input/output error"):
             partial.write(SEGMENT, content[SEGMENT : 2 * SEGMENT])
+
+
+@NEEDS_FINCORE
+def test_a_partial_leaves_no_pages_behind_its_hash(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparkserve.partial._DROP_BYTES", 4 << 20)
+    file = ManifestFile(path="large", size=32 << 20, sha256="0" * 64)
+    with Partial(path, file, 1 << 20) as partial:
+        partial.write(0, memoryview(os.urandom(31 << 20)))  # the last segment does not come
+        wait_until(lambda: cached_bytes(path) < 8 << 20, 15)
 
 
 def test_the_hash_follows_out_of_order_segments(repo: ModelRepo, path: Path) -> None:

@@ -5,26 +5,30 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sparkserve import copy_program
+from sparkserve import copy_program, node_copy
 from sparkserve.cluster import Node, Role
 from sparkserve.errors import SparkserveError
 from sparkserve.hosts import Host, LocalHost, Process
 from sparkserve.inventory import list_items
+from sparkserve.manifest import ManifestFile
 from sparkserve.node_copy import Copy, CopyLimits, copy
 from sparkserve.plan import Cancelled
 from tests.component.weights_stage import KIB, Pair, Recorder, pair, wait_until
 from tests.lab.hub import Hub
 from tests.lab.model_repo import make_bench_repo
 from tests.lab.repo_store import ModelRepo
+from tests.unit.test_node_program import NEEDS_FINCORE, cached_bytes, write_out
 
 SIZES = [3 << 20, 700 * KIB]
 LARGE = "file-00001.bin"
@@ -162,6 +166,60 @@ def test_a_receiver_that_hangs_behind_a_dead_cable_is_waited_for(stage: Pair) ->
         wait_until(lambda: any("an earlier copy still holds" in note for note in work.notes))
     copying.join(60)
     assert Path(job.partial).read_bytes() == stage.repo.source(LARGE).read_bytes()
+
+
+@NEEDS_FINCORE
+def test_a_copy_drops_the_pages_of_its_source_behind_it_and_leaves_none_on_either_end(
+    repo: ModelRepo, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_copy, "_DROP_BYTES", 1 << 20)
+    real, dropped = os.posix_fadvise, list[int]()
+
+    def watched(descriptor: int, offset: int, length: int, advice: int) -> None:
+        dropped.append(length)
+        real(descriptor, offset, length, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", watched)
+    go = tmp_path / "go"
+    pause = f"for n in $(seq 24); do head -c 1048576; sleep 0.03; done; until [ -e {go} ]; do sleep 0.02; done; cat"
+    content = os.urandom(32 << 20)
+    file = ManifestFile(path="large", size=len(content), sha256=hashlib.sha256(content).hexdigest())
+    with pair(repo, hub.endpoint, tmp_path, Scripted(f'({pause}) | "$@"')) as stage:
+        source, target = tmp_path / "large", tmp_path / "partial"
+        source.write_bytes(content)
+        write_out(source)
+        assert cached_bytes(source) > 24 << 20
+        job = Copy(stage.node("head"), str(source), stage.node("worker"), str(target), file, QUICK)
+        with ThreadPoolExecutor(1) as pool:
+            copying = pool.submit(copy, job, Recorder())
+            try:
+                wait_until(lambda: any(length >= 1 << 20 for length in dropped), 20)
+            finally:
+                go.touch()
+            copying.result(60)
+    assert max(cached_bytes(source), cached_bytes(target)) < 4 << 20
+    assert target.read_bytes() == content
+
+
+@NEEDS_FINCORE
+def test_the_receiver_drops_pages_behind_it(tmp_path: Path) -> None:
+    target, block = tmp_path / "file", os.urandom(1 << 20)
+    line = "import sys; from sparkserve import copy_program as it; it.DROP = 1 << 20; it.main(sys.argv[1:])"
+    argv = [sys.executable, "-c", line, str(target), "0", str(1 << 30), "sha256"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as receiver:
+        assert receiver.stdin is not None
+        pipe, sent = receiver.stdin, 0
+
+        def has_dropped() -> bool:
+            nonlocal sent
+            assert sent < 96 << 20, "nothing is dropped"
+            sent += pipe.write(block)
+            return sent > 24 << 20 and cached_bytes(target) < sent // 2
+
+        try:
+            wait_until(has_dropped, 15)
+        finally:
+            pipe.close()
 
 
 @pytest.mark.parametrize("serves", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from sparkserve import weights
 from sparkserve.cluster import ROLES, Node, Role
 from sparkserve.errors import SparkserveError
 from sparkserve.hosts import LocalHost
+from sparkserve.hub_file import Hub as HubClient
 from sparkserve.inventory import PARTIALS, list_items
 from sparkserve.partial import Partial
 from sparkserve.plan import ApplyReport
-from tests.component.weights_stage import KIB, Pair, Recorder
+from tests.component.weights_stage import KIB, QUICK, SEGMENT, Pair, Recorder, body_bytes
 from tests.lab.hub import Hub
 from tests.lab.model_repo import make_bench_repo
 from tests.lab.repo_store import ModelRepo
@@ -102,6 +104,17 @@ def test_what_is_proved_is_not_read_again(stage: Pair) -> None:
     assert (full.findings, full.hashed) == ((), 2 * stage.manifest.total_bytes)
 
 
+def test_a_full_look_believes_no_remembered_hash_and_fetches_nothing_for_one(stage: Pair, hub: Hub) -> None:
+    succeed(stage)
+    store = Path(stage.node("worker").proofs_file)
+    rows = json.loads(store.read_text())
+    rows[str(stage.path("worker", LARGE))]["digest"] = "0" * 64
+    store.write_text(json.dumps(rows))
+    assert [finding.problem for finding in stage.verify().findings] == ["wrong content"]
+    assert stage.verify(full=True) == weights.Verification((), len(SIZES) + 1, 2 * stage.manifest.total_bytes)
+    assert stage.changes() == []
+
+
 def test_right_files_of_unknown_hash_are_proved_in_place(stage: Pair, hub: Hub) -> None:
     stage.fill("head", "worker")
     assert {(row[0], row[3]) for row in summary(stage)} == {("head", "not proved"), ("worker", "not proved")}
@@ -150,6 +163,28 @@ def test_a_file_of_the_worker_that_rots_meanwhile_comes_from_the_hub(stage: Pair
     assert any("not from the worker" in note for note in work.notes)
     assert stage.path("head", LARGE).read_bytes() == stage.repo.source(LARGE).read_bytes()
     assert any(entry["host"] == "content" for entry in hub.log())
+
+
+@pytest.mark.parametrize("proved", [True, False])
+def test_a_download_under_way_is_thrown_away_only_for_what_is_proved_on_the_worker(
+    stage: Pair, hub: Hub, monkeypatch: pytest.MonkeyPatch, proved: bool
+) -> None:
+    stage.fill("worker")
+    if proved:
+        stage.verify()
+    else:
+        with stage.path("worker", LARGE).open("r+b") as file:
+            file.write(b"rot")
+    (item,) = [item for item in list_items(stage.deployment.lock) if item.file.path == LARGE]
+    path, arrived = Path(item.partial_path(stage.node("head"))), 2 << 20
+    with Partial(path, item.file, SEGMENT) as under_way:
+        under_way.write(0, memoryview(stage.repo.source(LARGE).read_bytes()[:arrived]))
+    monkeypatch.setattr(weights, "Hub", partial(HubClient, limits=QUICK))
+    changes = [change for change in stage.changes() if change.resource == f"model/{LARGE}"]
+    assert changes[0].lane == ("copy" if proved else "download")
+    assert changes[0].action(Recorder()).endswith("from the worker" if proved else "from the hub")
+    assert body_bytes(hub) <= (0 if proved else SIZES[0] - arrived)
+    assert stage.path("head", LARGE).read_bytes() == stage.repo.source(LARGE).read_bytes()
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------

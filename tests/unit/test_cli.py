@@ -195,6 +195,7 @@ def test_what_was_done_before_a_failure_or_an_interrupt_is_told(
         "applied": [{"key": "head/download/a", "proof": "proved", "seconds": 1.5}],
         "failed": ["head/download/b"],
         "not_reached": ["head/download/c"],
+        "left_alone": [],
     }
     with pytest.raises(SparkserveError) as caught:
         report.raise_failures()

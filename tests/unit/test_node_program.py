@@ -263,15 +263,22 @@ def test_a_file_that_changes_while_it_is_hashed_has_no_hash(files: Files) -> Non
     assert files.look(path)["digest"] is None
 
 
-@pytest.mark.skipif(shutil.which("fincore") is None, reason="fincore of util-linux is not there")
+NEEDS_FINCORE = pytest.mark.skipif(shutil.which("fincore") is None, reason="fincore of util-linux is not there")
+
+
+@NEEDS_FINCORE
 def test_hashing_leaves_no_pages_behind(files: Files) -> None:
     path = files.make("f", os.urandom(32 << 20))
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    write_out(path)
     assert cached_bytes(path) > 16 << 20
     files.hash(path)
     assert cached_bytes(path) < 4 << 20
+
+
+def write_out(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def cached_bytes(path: Path) -> int:

@@ -131,6 +131,7 @@ def test_bulk_command_trusts_the_same_host_key(target: SshTarget, tmp_path: Path
     assert (found["HostKeyAlias"], found["Port"], found["User"]) == ("[10.0.0.2]:2222", "2222", "nvidia")
     assert (found["BatchMode"], found["StrictHostKeyChecking"], found["ControlPath"]) == ("yes", "yes", "none")
     assert "HostName" not in found
+    assert (found["Compression"], found["Ciphers"].partition(",")[0]) == ("no", "^aes128-gcm@openssh.com")
     assert argv[argv.index("-i") + 1] == str(tmp_path / "one")
 
 

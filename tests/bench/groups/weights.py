@@ -196,6 +196,8 @@ def _killed(bench: Bench) -> Figure:
     kill = bench.make_set("kill", KILL_SIZES)
     moments = random.Random(int.from_bytes(os.urandom(2), "big"))
     trials = [_kill_once(bench, kill, moments.uniform(0.9, 2.8)) for _ in range(TRIALS)]
+    if twice := [again for again, in_flight in trials if again and not in_flight]:
+        raise RuntimeError(f"up to {max(twice)} bytes came twice though nothing was under way")
     met = [again / in_flight for again, in_flight in trials if in_flight]
     if len(met) < 0.75 * TRIALS:
         raise RuntimeError(f"only {len(met)} of {TRIALS} kills met a download under way")
