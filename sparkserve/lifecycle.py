@@ -40,6 +40,7 @@ from sparkserve.plan import ApplyReport, Change, Interrupted, Plan, apply, selec
 from sparkserve.recipe import Recipe
 from sparkserve.recipe_source import load_recipe
 from sparkserve.settings import Loaded, Settings, load, state_dir
+from sparkserve.summary import StepRow, summarize
 from sparkserve.verify import Exam, Proof, verify
 
 if TYPE_CHECKING:
@@ -83,16 +84,6 @@ class Session:
     def facts_file(self) -> Path:
         """What was last seen of both nodes."""
         return self.state / "facts.json"
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """What became of one step on one node: the proof, and its time in seconds."""
-
-    step: str
-    node: str
-    proof: str
-    seconds: float
 
 
 @dataclass
@@ -338,26 +329,6 @@ def _not_prepared(pending: list[Change]) -> SparkserveError:
     details = "\n".join(rows[:10] + ([f"and {len(rows) - 10} more"] if len(rows) > 10 else []))
     message = f"{len(pending)} earlier changes are still to be made"
     return SparkserveError("not_prepared", message, "sparkserve up", details=details, exit_code=EXIT_NOT_READY)
-
-
-def summarize(step: str, report: ApplyReport) -> list[StepRow]:
-    """Sum up what was applied of one step, by node, and how much of it was left alone."""
-    rows = []
-    for node in ROLES:
-        done = [item for item in report.applied if item.change.step == step and item.change.node == node]
-        left = sum(change.step == step and change.node == node for change, _ in report.left_alone)
-        if not (done or left):
-            continue
-        size = sum(item.change.size for item in done)
-        proof = done[-1].proof if done else "none"
-        if len(done) > 1 and size:
-            proof = f"{len(done)} files, {checks.show_size(size)}: size and hash right"
-            if step == "prune":
-                proof = f"{len(done)} gone, {checks.show_size(size)}"
-        proof += f"; {left} left alone" if left else ""
-        seconds = max(item.ended for item in done) - min(item.begun for item in done) if done else 0.0
-        rows.append(StepRow(step, node, proof, seconds))
-    return rows or [StepRow(step, "both", "as wanted already", 0.0)]
 
 
 def undo_tuning(session: Session, *, dry_run: bool) -> dict[str, str]:

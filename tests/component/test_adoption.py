@@ -23,6 +23,7 @@ from sparkserve.plan import ApplyReport, Interrupted, Plan, apply
 from sparkserve.planning import look_for_weights
 from sparkserve.progress import LineReporter
 from sparkserve.search_program import search
+from sparkserve.summary import summarize
 from tests.component.weights_stage import KIB, Pair, Recorder, Silent
 from tests.lab.hub import Hub
 from tests.lab.model_repo import make_bench_repo
@@ -201,7 +202,7 @@ def test_folders_in_which_nothing_is_right_are_no_step_that_is_done(stage: Pair,
     lines: list[str] = []
     changes = look_for_weights(stage.deployment, [f"head:{theirs}"], lines.append)
     report = apply(Plan(tuple(changes)), LineReporter(Plan(tuple(changes)), lines.append))
-    (row,) = lifecycle.summarize("adopt", report)
+    (row,) = summarize("adopt", report)
     assert (row.node, row.proof) == ("head", "none; 4 left alone")
     assert [line for line in lines if "done" in line] == []
 
