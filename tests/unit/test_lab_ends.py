@@ -154,5 +154,5 @@ def test_every_target_that_uses_the_lab_is_guarded(tmp_path: Path, target: str, 
     made = ["make", "--dry-run", "-o", "lab-ready", "-o", "ready", "installed=ready", "python=PYTHON", *target.split()]
     environment = {"PATH": os.environ["PATH"]}  # nothing of a make that runs these tests
     shown = subprocess.run(made, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
-    assert shown.strip().startswith("PYTHON -m tests.lab guard -- ") == is_guarded
+    assert ("PYTHON -m tests.lab guard -- " in shown) == is_guarded
     assert len(shown.splitlines()) == 1
