@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -95,10 +96,17 @@ def _python(base_url: str, model: str, key_file: Path | None) -> str:
     )
 
 
-def make_key(path: Path) -> None:
-    """Write a new API key to a file that only its owner can read; one that is there is never replaced."""
+def make_key(path: Path, *, dry_run: bool = False) -> None:
+    """Write a new API key to a file that only its owner can read; one that is there is never replaced.
+
+    A dry run refuses what a run would refuse, and leaves nothing.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if path in path.parent.iterdir():
+            raise FileExistsError
+        if dry_run:
+            return
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(f"sk-{secrets.token_urlsafe(32)}\n")
         path.hardlink_to(beside)  # unlike a rename, never over a file that is there
@@ -107,4 +115,5 @@ def make_key(path: Path) -> None:
     except OSError as error:
         raise usage_error("key_unwritable", f"cannot write {path}: {error.strerror}", "name another --file") from error
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what kept it from being written is told already
+            beside.unlink()

@@ -40,6 +40,7 @@ def doctor(  # noqa: PLR0913 - one for each option
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it without being asked.")] = False,
     record: Annotated[Path | None, typer.Option("--record", help="Write the facts, without names.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show the checks that are in order, too.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what --fix and --record would do.")] = False,
     recipe: Recipe = None,
 ) -> int:
     """Check both nodes: all that a start needs.
@@ -52,7 +53,7 @@ def doctor(  # noqa: PLR0913 - one for each option
     from sparkserve import check_catalog, doctor_tables
     from sparkserve import doctor as story
     from sparkserve.cluster import connect
-    from sparkserve.doctor_repair import repair
+    from sparkserve.doctor_repair import list_deeds, repair
 
     output = common.output
     if explain is not None:
@@ -61,11 +62,16 @@ def doctor(  # noqa: PLR0913 - one for each option
         return output.result("doctor", {"id": explain, **vars(entry)}, entry.why, f"\n    {entry.fix}\n", safe)
     run = session(common, "doctor", output, worker=worker, recipe=recipe)
     with connect(run.settings, lenient=True) as cluster:
-        examine = partial(story.examine, run, proves_link=link, record=record)
-        if fix:
+        examine = partial(story.examine, run, proves_link=link, record=None if dry_run else record)
+        if fix and not dry_run:
             found = repair(run, examine, lambda question: yes or output.ask(question), output.ask, cluster)
         else:
             found = examine(cluster)
+    if dry_run:
+        planned = [f"{node}: {deed}" for node, deed in list_deeds(found)] if fix else []
+        planned += [f"head: write {record}"] if record else []
+        for line in planned or ["nothing"]:
+            output.say(f"would be done: {line}")
     view = doctor_tables.report_view(found, shows_all=everything)
     return output.result("doctor", doctor_tables.report_data(found), *view, exit_code=found.exit_code)
 

@@ -39,17 +39,18 @@ def status(
     return output.result("status", data, *view, exit_code=found.status.verdict.exit_code)
 
 
-@command("sparkserve watch")
-def watch(common: Common) -> None:
+@command("sparkserve watch; sparkserve watch --dry-run")
+def watch(common: Common, *, dry_run: DryRun = False) -> None:
     """Watch over the pair and restart it when it breaks.
 
     It looks every second without disturbing. When both nodes show that the pair is broken, it restarts both ranks,
     once, and proves an answer; after SPARKSERVE_RESTARTS_PER_HOUR of them it leaves the pair down and says why.
+    With --dry-run it tells what it sees and when it would restart, and does neither that nor keep a record.
     """
     from sparkserve import operate_tables, operations
 
     _refuse_json(common, "watch", "SPARKSERVE_WATCH_COMMAND gets each event as JSON")
-    events = operations.watch(session(common, "watch", common.output))
+    events = operations.watch(session(common, "watch", common.output), dry_run=dry_run)
     common.output.lines("watch", events, operate_tables.event_line)
 
 
@@ -118,6 +119,7 @@ def diagnose(
     common: Common,
     *,
     to: Annotated[Path, typer.Option("--to", help="Directory for the archive.")] = Path(),
+    dry_run: DryRun = False,
     recipe: Recipe = None,
 ) -> None:
     """Write one archive for a bug report, without secrets."""
@@ -126,7 +128,7 @@ def diagnose(
 
     output = common.output
     run = session(common, "diagnose", output, recipe=recipe)
-    found = write_archive(run, to, tables.config_rows(run.loaded, run.recipe))
+    found = write_archive(run, to, tables.config_rows(run.loaded, run.recipe), dry_run=dry_run)
     output.result("diagnose", found, operate_tables.archive_table(found))
 
 

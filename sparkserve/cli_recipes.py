@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparkserve.command_line import Common, command
+from sparkserve.command_line import Common, DryRun, command
 
 if TYPE_CHECKING:
     from sparkserve.recipe import Recipe
@@ -73,13 +75,14 @@ def check(common: Common, directory: Directory) -> int:
 
 
 @command("sparkserve recipes new ./my-recipe", recipes)
-def new(common: Common, directory: Directory) -> None:
+def new(common: Common, directory: Directory, *, dry_run: DryRun = False) -> None:
     """Write a commented recipe to start from."""
     from sparkserve import recipe_source
 
-    path = recipe_source.write_skeleton(directory)
+    path = recipe_source.write_skeleton(directory, dry_run=dry_run)
     text = f"{path} is written; change it, then `sparkserve recipes check {directory}`"
-    common.output.result("recipes", {"path": path}, text)
+    shown = f"{path} would be written" if dry_run else text
+    common.output.result("recipes", {"path": path, "dry_run": dry_run}, shown)
 
 
 @command("sparkserve recipes add git+https://example.org/recipes.git@0123456789abcdef0123456789abcdef01234567", recipes)
@@ -88,6 +91,7 @@ def add(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="git+https://HOST/REPOSITORY@COMMIT#DIRECTORY")],
     *,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Trust it without being asked.")] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Fetch a recipe from git, show it, and trust that commit.
 
@@ -98,7 +102,10 @@ def add(
     from sparkserve.settings import process_environment, state_dir
 
     state = state_dir(process_environment())
-    found = recipe_git.fetch(address, state)
-    _show(common, found, whole=True)
-    if yes or common.output.ask(f"Trust {found.name} at this commit?"):
+    with tempfile.TemporaryDirectory() if dry_run else nullcontext(state) as place:
+        found = recipe_git.fetch(address, Path(place))
+        _show(common, found, whole=True)
+    if dry_run:
+        common.output.say("nothing was kept, and nothing is trusted")
+    elif yes or common.output.ask(f"Trust {found.name} at this commit?"):
         recipe_git.trust(address, state)

@@ -64,15 +64,16 @@ def _conclude(common: Common, wish: Wish, found: Setup, recipe_dir: Path) -> tup
     from sparkserve import doctor, doctor_tables, setup_tables, takeover_story
     from sparkserve.tables import value_table
 
-    if wish.dry_run:
-        return {}, [setup_tables.planned_view(found)], "init"
     data: dict[str, Any] = {}
     views: list[Any] = [value_table(found.values, caption=f"written to {found.env_file}")]
     if wish.from_running:
-        taken = takeover_story.take_over(found.cluster, found.loaded, found.text, recipe_dir, force=wish.force)
+        taken = takeover_story.take_over(found, recipe_dir, force=wish.force, dry_run=wish.dry_run)
         found.notes += taken.notes
         data["taken_over"] = taken
         views += setup_tables.taken_view(taken)
+    if wish.dry_run:
+        again = "init --from-running" if wish.from_running else "init"
+        return data, setup_tables.planned_view(found, data.get("taken_over")), again
     report = doctor.examine(session(common, "init", common.output), found.cluster)
     data["doctor"] = doctor_tables.report_data(report)
     hint = "plan --against-running" if wish.from_running else "doctor" if report.exit_code else "up --dry-run"
@@ -85,6 +86,7 @@ def new(
     *,
     file: Annotated[Path | None, typer.Option("--file", help="Where; else `api-key` beside the settings file.")] = None,
     put: Annotated[bool, typer.Option("--set", help="Put its line into the settings file, too.")] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Make a key file (mode 0600) for the API.
 
@@ -101,14 +103,16 @@ def new(
     if is_kept:
         read_secret(path, "key of the API")
     else:
-        api_client.make_key(path)
+        api_client.make_key(path, dry_run=dry_run)
     line = f"{variable_name('api_key_file')}={path}"
-    if put:
+    if put and not dry_run:
         env_file.set_line(common.env_file, "api_key_file", str(path))
     named = f", and {common.env_file} names it" if put else "; the line for .env:"
-    data = {"path": path, "line": line, "set": put, "kept": is_kept}
+    data = {"path": path, "line": line, "set": put, "kept": is_kept, "dry_run": dry_run}
     shown = f"{path} is {'kept' if is_kept else 'written'}{named}"
     shown += "; it holds from the next `sparkserve start` on" * put
+    if dry_run:
+        shown = f"{path} would be {'kept' if is_kept else 'written'}{f', and {line} put into {common.env_file}' * put}"
     common.output.result("key", data, shown, *([] if put else [line]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 import tarfile
@@ -45,28 +46,34 @@ class Member:
 
 @dataclass(frozen=True)
 class Archive:
-    """A written archive."""
+    """An archive that was written, or would be."""
 
     path: str
     members: tuple[Member, ...]
+    dry_run: bool = False
 
 
-def write_archive(session: Session, directory: Path, settings: object) -> Archive:
-    """Gather all that can be had, say of the rest why not, and write it as one tar.gz that only the owner can read."""
+def write_archive(session: Session, directory: Path, settings: object, *, dry_run: bool = False) -> Archive:
+    """Gather all that can be had, say of the rest why not, and write it as one tar.gz that only the owner can read.
+
+    A dry run gathers the same, and writes nothing.
+    """
     secrets = [session.settings.hf_token, *read_secrets(session.settings).values()]
     stem = time.strftime("sparkserve-%Y%m%d-%H%M%S")
     path = directory / f"{stem}.tar.gz"
+    directory.stat()
+    written = Path(os.devnull) if dry_run else path
     files = [("settings.json", "settings and where they come from; a secret is ***", _json(settings)), *_files(session)]
     members = []
-    path.touch(mode=0o600)
-    with tarfile.open(path, "w:gz") as archive:
+    written.touch(mode=0o600)
+    with tarfile.open(written, "w:gz") as archive:
         for name, what, text in files:
             content = mask(text, secrets).encode()
             entry = tarfile.TarInfo(f"{stem}/{name}")
             entry.size, entry.mtime = len(content), int(time.time())
             archive.addfile(entry, io.BytesIO(content))
             members.append(Member(name, len(content), what))
-    return Archive(str(path), tuple(members))
+    return Archive(str(path), tuple(members), dry_run)
 
 
 def _files(session: Session) -> Iterator[tuple[str, str, str]]:

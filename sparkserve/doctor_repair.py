@@ -16,6 +16,7 @@ from sparkserve.lifecycle import Session
 from sparkserve.recipe import Recipe
 from sparkserve.settings import Settings
 
+_UNKNOWN_KEY = "host_key_unknown"
 _MAKES_DIRECTORY = "sudo install -d "
 # Where sudo looks for a command, whatever the PATH of who calls it: as Debian and Ubuntu set `secure_path`.
 _SECURE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -31,7 +32,7 @@ def repair(
     """Do what is safe and agreed to, and look again; a host key takes a person, whatever was agreed to beforehand."""
     report = examine(opened)
     error = report.unseen.get("worker")
-    if error is not None and error.code == "host_key_unknown":
+    if error is not None and error.code == _UNKNOWN_KEY:
         ssh_trust.meet(session.settings, None, lambda question, flag: ask(question, f"it to init: {flag}"))
         report, opened = examine(), None
     deeds = [(check, deed) for check in report.checks if (deed := _deed(check))]
@@ -43,6 +44,14 @@ def repair(
         for check in agreed:
             session.voice.say(f"{check.node}: {_do(session, cluster, check)}")
         return examine(cluster)
+
+
+def list_deeds(report: Report) -> list[tuple[str, str]]:
+    """List by node what a repair would ask for."""
+    error = report.unseen.get("worker")
+    unknown = error is not None and error.code == _UNKNOWN_KEY
+    deeds: list[tuple[str, str]] = [("worker", "trust its host key, once you have compared it")] if unknown else []
+    return deeds + [(check.node, deed) for check in report.checks if (deed := _deed(check))]
 
 
 def _deed(check: Check) -> str:

@@ -137,7 +137,8 @@ def history_table(found: Sequence[Record]) -> Table:
 def archive_table(found: Archive) -> Table:
     """Show what an archive holds."""
     rows = ((member.name, amount(member.size), member.what) for member in found.members)
-    caption = f"written to {found.path}; it holds no token and no key: look before you send it"
+    is_where = "would be written" if found.dry_run else "written"
+    caption = f"{is_where} to {found.path}; it holds no token and no key: look before you send it"
     return make_table("file", "size", "what it is", rows=rows, caption=caption)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from sparkserve import around, blueprint, engine, engine_logs, lifecycle, link, link_proof, lock, records, status_look
 from sparkserve.around import AroundFacts, Trend
@@ -167,10 +169,14 @@ def looks(session: Session, seconds: float) -> Iterator[View]:
 # -- the supervisor ---------------------------------------------------------------------------------------------------
 
 
-def watch(session: Session) -> Iterator[Event]:
-    """Look every second; restart the pair when both nodes show that it is broken and its owner wants it to serve."""
+def watch(session: Session, *, dry_run: bool = False) -> Iterator[Event]:
+    """Look every second; restart the pair when both nodes show that it is broken and its owner wants it to serve.
+
+    A dry run looks the same, also beside a watch; it restarts nothing, keeps no event and calls no command.
+    """
     state = session.state
-    with pair_lock(state / "watch", session.command), Eyes(session) as eyes:
+    held = nullcontext() if dry_run else pair_lock(state / "watch", session.command)
+    with held, Eyes(session) as eyes:
 
         def restart() -> str:
             eyes.close()
@@ -192,10 +198,10 @@ def watch(session: Session) -> Iterator[Event]:
 
         yield from Watch(
             look=eyes.glance,
-            restart=restart,
+            restart=None if dry_run else restart,
             wanted=lambda: records.read_wanted(state),
             busy=lambda: bool(lock_holder(state)),
-            journal=journal(session),
+            journal=Journal(Path(os.devnull)) if dry_run else journal(session),
             restarts_per_hour=session.settings.restarts_per_hour,
         ).run()
 

@@ -105,8 +105,8 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:  # noqa: ANN401 - a
         yield from models_in(argument)
 
 
-def write_skeleton(directory: Path) -> Path:
-    """Write a commented recipe that passes its check, named after its directory."""
+def write_skeleton(directory: Path, *, dry_run: bool = False) -> Path:
+    """Write a commented recipe that passes its check, named after its directory; a dry run only refuses."""
     name = directory.resolve().name
     path = directory / "recipe.toml"
     if path.exists():
@@ -114,6 +114,8 @@ def write_skeleton(directory: Path) -> Path:
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
         hint = "small letters, digits, dots and hyphens make a name"
         raise usage_error("recipe_name", f"{name} cannot be the name of a recipe", hint)
+    if dry_run:
+        return path
     directory.mkdir(parents=True, exist_ok=True)
     text = (templates_dir() / "new-recipe" / "recipe.toml").read_text(encoding="utf-8")
     path.write_text(text.replace('name = "new-recipe"', f'name = "{name}"'), encoding="utf-8")

@@ -140,8 +140,6 @@ class Choices:
 def init(wish: Wish, voice: Output, show: Callable[[Setup], None]) -> Iterator[Setup]:
     """Make the worker known, look at both nodes, and write their `.env`; `show` gets what was seen before it asks."""
     path = wish.env_file.resolve()
-    if wish.from_running and wish.dry_run:
-        raise usage_error("usage", "--from-running has no --dry-run", "--recipe-dir and --env-file say where it writes")
     if path.is_dir():
         raise usage_error("settings_unreadable", f"{path} is a directory", "name a file with --env-file")
     is_kept = path.exists() and not (wish.force or wish.dry_run)

@@ -51,9 +51,15 @@ def setup_data(found: Setup) -> dict[str, Any]:
     return {**told, "nodes": nodes, "link": found.proposal}
 
 
-def planned_view(found: Setup) -> str:
-    """Show the file that would be written; its token is nobody's to see."""
-    return f"{mask(found.text, [found.loaded.settings.hf_token])}\nnothing was written to {found.env_file}"
+def planned_view(found: Setup, taken: Taken | None = None) -> list[str]:
+    """Show the files that would be written; a token is nobody's to see."""
+    secret_files = taken.secret_files if taken else ()
+    return [
+        *([f"# {taken.recipe}\n{taken.text}"] if taken else []),
+        f"# {found.env_file}\n{mask(found.text, [found.loaded.settings.hf_token])}",
+        *(f"secrets of theirs would be in {path} (mode 0600), and nowhere else" for path in secret_files),
+        f"nothing was written to {found.env_file}",
+    ]
 
 
 def access_view(found: Access, key: str) -> list[Table | str]:

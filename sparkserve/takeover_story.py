@@ -7,13 +7,14 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import SecretStr, ValidationError
 
 from sparkserve import blueprint, image_facts, link, takeover_facts
 from sparkserve.against import Difference, Wanted, compare
 from sparkserve.blueprint import Links
-from sparkserve.cluster import ROLES, Cluster, Deployment, Role, connect
+from sparkserve.cluster import ROLES, Deployment, Role, connect
 from sparkserve.container import with_secrets
 from sparkserve.endpoint import Endpoint
 from sparkserve.env_file import put, quote
@@ -30,6 +31,9 @@ from sparkserve.takeover import Pair, Takeover, find_pair, translate
 from sparkserve.takeover_facts import Facts, Running
 from sparkserve.takeover_texts import API_KEY, find_secrets
 
+if TYPE_CHECKING:
+    from sparkserve.setup import Setup
+
 _HEADING = "# Written by `sparkserve init --from-running`. docs/recipes.md explains every key.\n"
 # Where engines listen that are not told a port.
 _USUAL_PORTS = ("8000", "8080", "8888", "30000")
@@ -37,9 +41,10 @@ _USUAL_PORTS = ("8000", "8080", "8888", "30000")
 
 @dataclass(frozen=True)
 class Taken:
-    """What was written: the recipe, the settings, the files with secrets; and how to end the pair that runs."""
+    """What is written: the recipe and its text, the settings, the files with secrets; how to end the pair that runs."""
 
     recipe: Path
+    text: str
     env_file: Path
     settings: Mapping[str, str]
     secret_files: tuple[Path, ...]
@@ -48,13 +53,13 @@ class Taken:
     notes: tuple[str, ...]
 
 
-def take_over(cluster: Cluster, loaded: Loaded, text: str, directory: Path, *, force: bool = False) -> Taken:
-    """Write the recipe of the pair that runs, and then its settings, onto the `text` of a settings file.
+def take_over(setup: Setup, directory: Path, *, force: bool = False, dry_run: bool = False) -> Taken:
+    """Write the recipe of the pair that runs, and then its settings, onto the text of the settings under way.
 
-    On the nodes only its image gets one more name; until it has that, nothing is written.
+    On the nodes only its image gets one more name; until it has that, nothing is written. A dry run ends before that.
     """
-    settings, env_file = loaded.settings, loaded.env_file
-    _check_overrides(loaded)
+    cluster, settings, env_file = setup.cluster, setup.loaded.settings, setup.loaded.env_file
+    _check_overrides(setup.loaded)
     directory = directory.expanduser().resolve()
     if (directory / "recipe.toml").exists() and not force:
         raise usage_error("recipe_exists", f"{directory} holds a recipe already", "--recipe-dir DIR, or --force")
@@ -71,19 +76,20 @@ def take_over(cluster: Cluster, loaded: Loaded, text: str, directory: Path, *, f
     lock = Lock(schema=1, recipe=recipe.name, weights=(), image=LockedImage(reference=recipe.image.reference))
     wanted = Settings.model_validate({**settings.model_dump(), **lines})
     _check_equal(Deployment(wanted, recipe, lock, cluster), links, pair, found.secrets)
-    # With our name on the image a start has nothing to build, pull or ship.
-    tag = image_facts.tag_of(recipe, lock)
-    cluster.on_both(lambda node: node.host.run(["docker", "tag", pair.ranks[node.role].image_id, tag]))
-    head = LocalHost("head")
-    for path, content in files.values():
-        head.write(path, content.encode(), 0o600)
-    _write_locks((directory / NAME, lock_path(env_file)), lock)
-    head.write(directory / "recipe.toml", toml.encode())
     for name, value in lines.items():
-        text = put(text, name, value)
-    head.write(env_file, text.encode(), 0o600)
+        setup.text = put(setup.text, name, value)
+    if not dry_run:
+        # With our name on the image a start has nothing to build, pull or ship.
+        tag, head = image_facts.tag_of(recipe, lock), LocalHost("head")
+        cluster.on_both(lambda node: node.host.run(["docker", "tag", pair.ranks[node.role].image_id, tag]))
+        for path, content in files.values():
+            head.write(path, content.encode(), 0o600)
+        _write_locks((directory / NAME, lock_path(env_file)), lock)
+        head.write(directory / "recipe.toml", toml.encode())
+        head.write(env_file, setup.text.encode(), 0o600)
     return Taken(
         recipe=directory / "recipe.toml",
+        text=toml,
         env_file=env_file,
         settings={variable_name(name): value for name, value in lines.items()},
         secret_files=tuple(path for path, _ in files.values()),

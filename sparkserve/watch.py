@@ -119,12 +119,12 @@ def _read_event(line: str) -> Event | None:
 class Watch:
     """Looks again and again; gives events only when something changed or was done.
 
-    It is told how to look (with or without asking for a token), how to restart, what the owner's last word was, and
-    whether another command is at work on the pair.
+    It is told how to look (with or without asking for a token), how to restart (or that it must not), what the owner's
+    last word was, and whether another command is at work on the pair.
     """
 
     look: Callable[[bool], Status]
-    restart: Callable[[], str]
+    restart: Callable[[], str] | None
     wanted: Callable[[], Wanted]
     busy: Callable[[], bool]
     journal: Journal
@@ -183,6 +183,11 @@ class Watch:
         if len(done) >= self.restarts_per_hour:
             text = f"{len(done)} restarts within an hour did not help: {why}; it stays down until `sparkserve start`"
             yield self.journal.add("gave_up", text)
+            return
+        if self.restart is None:
+            if not self._waits:
+                self._waits = "both ranks would be restarted now; a dry run does not"
+                yield self.journal.add("waiting", self._waits)
             return
         if not self._waits:
             yield self.journal.add("restarting", why)

@@ -57,6 +57,12 @@ def test_it_is_shown_asked_for_and_then_remembered(
     assert "--yes" in capsys.readouterr().err
     with pytest.raises(SparkserveError):
         find_recipe(address, environment)
+    before = {*tmp_path.rglob("*")}
+    assert cli._run(["recipes", "add", address, "--yes", "--dry-run"]) == 0
+    assert "theirs: Qwen3-4B" in capsys.readouterr().out
+    assert {*tmp_path.rglob("*")} == before
+    with pytest.raises(SparkserveError):
+        find_recipe(address, environment)
     assert cli._run(["recipes", "add", address, "--yes"]) == 0
     assert "theirs: Qwen3-4B" in capsys.readouterr().out
     (tmp_path / "repository").rename(tmp_path / "gone")

@@ -503,6 +503,12 @@ def test_a_directory_is_made_after_asking(pair: Pair) -> None:
     refused = pair.sparkserve("doctor", "--fix")
     assert refused.returncode == 2
     assert "add --yes" in refused.stderr.decode()
+    planned = pair.sparkserve("doctor", "--fix", "--dry-run", "--record", "facts.json")
+    told = [line for line in planned.stderr.decode().splitlines() if line.startswith("would be done: ")]
+    assert [place in line for line in told] == [True, True, False], told
+    assert told[2] == "would be done: head: write facts.json"
+    for node in pair.lab.nodes:
+        assert node.run(["ls", place, "facts.json"], check=False).stdout == b""
     before = connections(pair)
     answer = pair.ask("doctor", "--fix", "--yes")
     assert connections(pair) - before == 1

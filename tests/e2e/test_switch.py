@@ -164,8 +164,13 @@ def test_an_archive_for_a_bug_report(serving: Pair) -> None:
     line = "2026-11-30T08:00:00+0000 spark kernel: "
     lines = [f"{line}Out of memory: Killed process 7 (engine) {TOKEN}", f"{line}usb 1-1: new device"]
     with journal(serving.worker, lines):
+        planned = serving.ask("diagnose", "--to", HOME, "--dry-run")
+        assert serving.head.run(["ls", planned["data"]["path"]], check=False).stdout == b""
         answer = serving.ask("diagnose", "--to", HOME)
-    assert answer["exit_code"] == 0
+    assert answer["exit_code"] == planned["exit_code"] == 0
+    names = [[member["name"] for member in one["data"]["members"]] for one in (planned, answer)]
+    assert names[0] == names[1]
+    assert serving.ask("diagnose", "--to", "/nosuch", "--dry-run")["exit_code"] != 0
     path = answer["data"]["path"]
     assert serving.head.run(["stat", "-c", "%a", path]).stdout.strip() == b"600"
     content = serving.head.run(["cat", path]).stdout

@@ -135,6 +135,14 @@ def check_half(pair: Pair, worker: str) -> None:
 def test_an_engine_beside_a_sleeping_main_process(fetched: Pair) -> None:
     theirs_up(fetched, beside=True)
     worker = f"spark@{fetched.worker.management_address}"
+    before = listing(fetched.head)
+    images = [node.docker("images", "--format", "{{.Repository}}:{{.Tag}}") for node in fetched.lab.nodes]
+    planned = fetched.sparkserve("init", worker, "--from-running", "--yes", "--dry-run")
+    assert planned.returncode == 0, planned.stderr.decode()
+    for text in ("# Written by `sparkserve init --from-running`", "SPARKSERVE_RECIPE=", "taken-over.secrets"):
+        assert text in planned.stdout.decode()
+    assert listing(fetched.head) == before
+    assert images == [node.docker("images", "--format", "{{.Repository}}:{{.Tag}}") for node in fetched.lab.nodes]
     with no_tags(fetched.worker):
         assert fetched.ask("init", worker, "--from-running", "--yes")["errors"][0]["node"] == "worker"
     left = fetched.head.run(["sh", "-c", "ls -d .env recipe taken-over.* sparkserve.lock.json"], check=False).stdout
@@ -150,7 +158,7 @@ def test_an_engine_beside_a_sleeping_main_process(fetched: Pair) -> None:
     assert found["argv"][:4] == ["python3", "-m", "tensorfold", "serve"]
     assert {"MORE=1", f"HF_TOKEN={SECRET}", f"NCCL_SOCKET_IFNAME={fetched.worker.link_interface}"} <= set(found["env"])
     assert fetched.ask("plan", "--against-running")["data"]["differences"] == []
-    check_secret(fetched, [begun.stdout + begun.stderr])
+    check_secret(fetched, [one.stdout + one.stderr for one in (planned, begun)])
 
 
 @contextmanager

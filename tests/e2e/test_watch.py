@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.conftest import OTHER
 from tests.e2e.load import fill_every_slot
 from tests.e2e.test_engine_faults import RANKS, names, state
-from tests.e2e.watching import Watching, watching
+from tests.e2e.watching import EVENTS, Watching, watching
 from tests.lab.pair import HOME, Pair
 from tests.unit.cases import wait_for
 
@@ -40,6 +40,21 @@ def test_a_killed_rank_is_named_and_the_pair_restarted_once(steady: Pair, rank: 
         assert watch.kinds().count("restarting") == 1
     assert state(steady)[0] == "running"
     assert not {*before} & {node.docker("ps", "-q") for node in steady.lab.nodes}
+
+
+def test_a_dry_run_tells_that_it_would_restart_and_leaves_the_pair_as_it_is(serving: Pair) -> None:
+    serving.worker.docker("kill", RANKS[1])
+    before = [node.docker("ps", "-aq") for node in serving.lab.nodes]
+    kept = serving.head.run(["cat", EVENTS], check=False).stdout
+    with serving.head.popen(serving.command("watch", "--dry-run"), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        told = [process.stdout.readline().decode() for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert re.search(r"rank ?1\b", told[0])
+    assert "both ranks would be restarted now" in told[1]
+    assert [node.docker("ps", "-aq") for node in serving.lab.nodes] == before
+    assert serving.head.run(["cat", EVENTS], check=False).stdout == kept
 
 
 def test_a_rank_that_stands_still_is_named_and_the_pair_restarted(serving: Pair) -> None:

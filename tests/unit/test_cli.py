@@ -138,13 +138,38 @@ def commands(group: Typer, *words: str) -> Iterator[tuple[str, frozenset[str]]]:
         yield from commands(inner.typer_instance, *words, inner.name or "")
 
 
-def test_each_command_that_changes_the_pair_has_a_dry_run() -> None:
+def test_each_command_that_writes_has_a_dry_run() -> None:
     found = dict(commands(cli.app))
     without = {name for name, parameters in found.items() if "dry_run" not in parameters}
     looks = {"config", "connect", "history", "link", "logs", "plan", "status", "verify"}
     looks |= {"recipes check", "recipes show", "service show", "weights list"}
-    assert without - looks == {"doctor", "watch", "diagnose", "key new", "recipes add", "recipes new"}
-    assert looks <= found.keys()
+    assert without == looks
+
+
+@pytest.mark.parametrize("words", [["key", "new"], ["key", "new", "--set"], ["recipes", "new", "mine"]])
+def test_a_dry_run_writes_nothing_and_refuses_what_a_run_would(
+    clean: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    words = [*words, "--json"]
+    assert run_json([*words, "--dry-run"], capsys)["data"]["dry_run"] is True
+    assert list(clean.iterdir()) == []
+    path = Path(run_json(words, capsys)["data"]["path"])
+    seen = {one: one.read_bytes() for one in clean.rglob("*") if one.is_file()}
+    again = run_json([*words, "--dry-run"], capsys)
+    assert again["data"]["kept"] if "--set" in words else again["exit_code"] == 2
+    assert again == run_json(words, capsys) or "--set" in words
+    assert {one: one.read_bytes() for one in clean.rglob("*") if one.is_file()} == seen
+    assert path.is_file()
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(("place", "code"), [("file/key", "key_unwritable"), ("nosuch/key", "key_unwritable")])
+def test_where_no_key_can_be_written(
+    clean: Path, capsys: pytest.CaptureFixture[str], place: str, code: str, more: list[str]
+) -> None:
+    (clean / "file").write_text("")
+    found = run_json(["key", "new", "--file", place, "--json", *more], capsys)
+    assert [error["code"] for error in found["errors"]] == [code]
 
 
 def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -635,6 +635,8 @@ def test_nothing_is_done_that_nobody_agreed_to(session: Session) -> None:
         (),
     )
     asked: list[str] = []
+    assert [node for node, _ in doctor_repair.list_deeds(Report((), (), {"worker": UNKNOWN}))] == ["worker"]
+    planned = [f"{node}: {deed}?" for node, deed in doctor_repair.list_deeds(wrong)]
 
     def refuse(question: str) -> bool:
         asked.append(question)
@@ -646,3 +648,4 @@ def test_nothing_is_done_that_nobody_agreed_to(session: Session) -> None:
         "worker: write a rule for /etc/sudoers.d to a file on the head, for you to read?",
         "head: write a rule for /etc/sudoers.d to a file on the head, for you to read?",
     ]
+    assert planned == asked, "a dry run tells the same"

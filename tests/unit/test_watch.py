@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -87,6 +88,16 @@ def test_what_could_not_be_seen_is_no_evidence(scene: Scene, state: str) -> None
     assert scene.run("running", "degraded", state, "degraded", "running") == [
         "running", "degraded", "unknown", "degraded", "running",
     ]  # fmt: skip
+
+
+def test_a_dry_run_tells_when_it_would_restart_and_does_not(scene: Scene) -> None:
+    scene.watch = scene.make()
+    scene.watch.restart = None
+    scene.watch.journal = Journal(Path(os.devnull))
+    told = scene.run("running", "degraded", "degraded", "degraded", "running", "degraded", "degraded")
+    assert told == ["running", "degraded", "waiting", "running", "degraded", "waiting"]
+    assert "would be restarted now" in scene.events[2].text
+    assert not scene.path.exists()
 
 
 def test_a_pair_that_its_owner_stopped_stays_stopped(scene: Scene) -> None:
