@@ -60,7 +60,7 @@ def plan(deployment: Deployment, facts: Mapping[Role, Facts], launch: Launch) ->
     return [*removal, worker, head, _ready(deployment, launch, (head.key,), before)]
 
 
-def refuse_foreign(facts: Mapping[Role, Facts]) -> tuple[SparkserveError, ...]:
+def foreign_refusals(facts: Mapping[Role, Facts]) -> tuple[SparkserveError, ...]:
     """Refuse to start where a container that is not ours has one of our names."""
     return tuple(
         SparkserveError(

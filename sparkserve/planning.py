@@ -120,7 +120,7 @@ def plan_start(
     running = runs.pop() if len(runs) == 1 else ""
     if all(change.resource == "ready" for change in changes):
         launch = replace(launch, run=running)
-    return Starting(changes, links, launch, running, engine.refuse_foreign(status.facts))
+    return Starting(changes, links, launch, running, engine.foreign_refusals(status.facts))
 
 
 def plan_recorded(
@@ -139,7 +139,7 @@ def plan_recorded(
     )
     links = deployment.cluster.on_both(link.gather)
     facts = deployment.cluster.on_both(engine.gather)
-    return Starting(engine.plan(deployment, facts, launch), links, launch, refusals=engine.refuse_foreign(facts))
+    return Starting(engine.plan(deployment, facts, launch), links, launch, refusals=engine.foreign_refusals(facts))
 
 
 def is_warm(deployment: Deployment, node: Node) -> bool:

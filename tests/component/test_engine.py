@@ -19,7 +19,7 @@ from sparkserve.checks import Check
 from sparkserve.cluster import Cluster, Deployment, Node, Role
 from sparkserve.container import ContainerSpec, build_spec
 from sparkserve.endpoint import Endpoint
-from sparkserve.engine import Launch, gather, new_run, plan, plan_stop, refuse_foreign
+from sparkserve.engine import Launch, foreign_refusals, gather, new_run, plan, plan_stop
 from sparkserve.engine_logs import LogQuery, read_logs, read_saved, saved_runs
 from sparkserve.engine_stop import Stopping, stop
 from sparkserve.errors import EXIT_COULD_NOT_LOOK, EXIT_NOT_READY, SparkserveError, flatten
@@ -265,7 +265,7 @@ def test_a_pair_of_older_settings_is_not_said_to_serve_nobody(scene: Scene) -> N
 def test_a_stranger_with_our_name_is_refused_on_both_nodes(scene: Scene) -> None:
     for node, name in zip(scene.nodes, ("sparkserve-rank0", "sparkserve-rank1"), strict=True):
         node.containers = [Container(name, {"app": "other"}), Container("web", {})]
-    errors = refuse_foreign(scene.cluster.on_both(gather))
+    errors = foreign_refusals(scene.cluster.on_both(gather))
     assert [(error.code, error.node, error.exit_code) for error in errors] == [
         ("name_taken", "head", EXIT_NOT_READY),
         ("name_taken", "worker", EXIT_NOT_READY),
