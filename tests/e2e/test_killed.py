@@ -6,11 +6,13 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from tests.e2e.conftest import OTHER
-from tests.e2e.test_faults import RANKS, assert_ends_proved, launch, names, wait_for_line
+from tests.e2e.load import requests
+from tests.e2e.test_faults import RANKS, RECIPE, assert_ends_proved, launch, names, wait_for_line
 from tests.lab.pair import Pair
 
 pytestmark = pytest.mark.faults
@@ -81,6 +83,33 @@ def test_a_launcher_killed_while_it_waits_for_the_first_token(prepared: Pair, nu
     assert running(prepared) == (RANKS if number == KILL else [])
     prepared.script_engine()
     assert_ends_proved(prepared)
+
+
+@pytest.fixture
+def warming(prepared: Pair) -> Iterator[Pair]:
+    """A pair whose start ends with a first long prompt: its engine works at it for longer than `end` waits."""
+    path = f"{RECIPE}/recipe.toml"
+    text = prepared.head.run(["cat", path]).stdout.decode()
+    patient = text.replace("_seconds = 60", "_seconds = 600")
+    prepared.write(path, patient.replace("[readiness]", "[readiness]\nwarm_up_tokens = 30_000"))
+    prepared.script_engine(prefill_tokens_per_second=200)
+    yield prepared
+    prepared.write(path, text)
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_a_launcher_killed_while_the_pair_warms_up(warming: Pair, number: signal.Signals) -> None:
+    process = launch(warming, "start")
+    wait_for_line(process, "warming up with 30,000 tokens")
+    deadline = time.monotonic() + 30
+    while not requests(warming)["running"]:
+        assert time.monotonic() < deadline, requests(warming)
+        time.sleep(0.1)
+    assert requests(warming)["total"] == 1, "the first token came, the long prompt is under way"
+    end(warming, process, number)
+    assert running(warming) == (RANKS if number == KILL else [])
+    warming.script_engine()
+    assert_ends_proved(warming)
 
 
 def test_a_stop_ends_what_a_launcher_left_that_was_killed_while_the_ranks_load(prepared: Pair) -> None:
