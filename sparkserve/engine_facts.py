@@ -65,13 +65,18 @@ class ContainerFacts:
 
     @property
     def is_alive(self) -> bool:
-        """Whether an engine process works in it, beside the init."""
+        """Whether an engine process works in it, beside the init, and none was stopped: the others wait for it."""
         engine = [process for process in self.processes if not _INIT.match(process.command)]
-        return self.is_running and any(process.works for process in engine)
+        return self.is_running and any(process.works for process in engine) and not self.stopped
+
+    @property
+    def stopped(self) -> tuple[Process, ...]:
+        """The processes that a signal stopped; what a debugger holds goes on by itself."""
+        return tuple(process for process in self.processes if process.state[:1] == "T")
 
     @property
     def hangs(self) -> bool:
-        """Whether its processes were seen and none of the engine's can work: no signal in order will end it."""
+        """Whether its processes were seen and the engine's cannot work: no signal in order will end it."""
         return self.is_running and bool(self.processes) and not self.is_alive
 
     @property
@@ -85,6 +90,9 @@ class ContainerFacts:
 
     def describe(self) -> str:
         """Say what it is doing, in a few words."""
+        if self.is_running and self.stopped:
+            first = self.stopped[0]
+            return f"running, but a signal stopped its process {first.pid} ({first.command.partition(' ')[0]})"
         if self.is_running:
             return "running" if self.is_alive else "running without a working engine process"
         return f"exited ({self.ended})" if self.state == "exited" else self.state

@@ -924,8 +924,9 @@ def test_root_needs_no_sudo_for_it(scene: Scene) -> None:
     assert not any("sudo" in call.argv for host in scene.hosts.values() for call in host.calls)
 
 
-def test_a_rank_whose_processes_stand_still_is_killed_at_once(scene: Scene) -> None:
-    scene.wanted(processes=[["1", "Ss", "/sbin/docker-init"], ["7", "T", "engine"]], ignores_sigterm=True)
+@pytest.mark.parametrize("others", [[], [["9", "Sl", "engine that waits for it"]]])
+def test_a_rank_whose_processes_stand_still_is_killed_at_once(scene: Scene, others: list[list[str]]) -> None:
+    scene.wanted(processes=[["1", "Ss", "/sbin/docker-init"], ["7", "T", "engine"], *others], ignores_sigterm=True)
     begun = time.monotonic()
     report = stop(scene.cluster, Stopping(scene.directory / "runs"))
     assert report.count("(killed, ") == 2

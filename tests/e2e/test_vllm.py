@@ -1,20 +1,23 @@
-"""Real vLLM, tensor parallel over both nodes on their processors: build, ship, start, verify, a death, repair, stop."""
+"""Real vLLM, tensor parallel over both nodes on their processors: from its build to a watch that repairs it."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from tests.e2e.watching import Watching, watching
 from tests.lab import vllm
 from tests.lab.pair import Pair
+from tests.unit.cases import wait_for
 
 pytestmark = pytest.mark.vllm
 RANKS = ("sparkserve-rank0", "sparkserve-rank1")
@@ -82,25 +85,21 @@ def test_status_asks_an_idle_engine_for_a_token(serving: Pair) -> None:
     assert (status["requests_running"], status["requests_waiting"]) == (0.0, 0.0)
 
 
+def completion(tokens: int, seconds: int = 120) -> list[str]:
+    """Give the argv of a request that takes so many steps; its client waits so long."""
+    body = {"model": "tiny", "prompt": "go on", "max_tokens": tokens, "ignore_eos": True}
+    url, header = f"{API}/v1/completions", "Content-Type: application/json"
+    return ["curl", "-sfm", str(seconds), url, "-H", header, "-d", json.dumps(body)]
+
+
 @contextmanager
 def generating(pair: Pair) -> Iterator[None]:
     """Keep two requests in flight."""
-    body = {"model": "tiny", "prompt": "go on", "max_tokens": 600, "ignore_eos": True}
-    argv = [
-        "curl",
-        "-sfm",
-        "120",
-        f"{API}/v1/completions",
-        "-H",
-        "Content-Type: application/json",
-        "-d",
-        json.dumps(body),
-    ]
     ended = threading.Event()
 
     def ask() -> None:
         while not ended.is_set():
-            pair.head.run(argv, timeout=150)
+            pair.head.run(completion(600), timeout=150)
 
     with ThreadPoolExecutor(2) as pool:
         asking = [pool.submit(ask) for _ in range(2)]
@@ -149,12 +148,55 @@ def test_a_dead_rank_is_seen_at_once_though_health_is_good(serving: Pair, harm: 
     assert not {*before} & {node.docker("ps", "-q") for node in serving.lab.nodes}
 
 
-def kill_worker_process(pair: Pair) -> None:
+def kill_worker_process(pair: Pair, signal: str = "KILL") -> None:
     """Kill the process that holds the worker's half of the model, inside its living container."""
     rows = pair.worker.docker("top", RANKS[1], "-eo", "pid,args").splitlines()
     pids = [row.split()[0] for row in rows if "Worker" in row]
     assert pids, rows
-    pair.worker.run(["kill", "-9", *pids], user="root")
+    pair.worker.run(["kill", f"-{signal}", *pids], user="root")
+
+
+def test_a_watch_leaves_a_busy_pair_alone_and_repairs_one_whose_process_died(serving: Pair) -> None:
+    with watching(serving) as watch:
+        watch.wait_for("running")
+        with generating(serving):
+            time.sleep(20)
+        assert watch.kinds() == ["running"]
+        is_repaired(watch, lambda: kill_worker_process(serving), "a killed process")
+
+
+def test_a_watch_repairs_a_pair_whose_process_stands_still_with_requests_in_flight(serving: Pair) -> None:
+    with watching(serving) as watch:
+        watch.wait_for("running")
+        # An engine that is to end waits for its clients: this one gives up soon.
+        with serving.head.popen(completion(2000, seconds=25), stdout=subprocess.DEVNULL) as request:
+            wait_for(lambda: bool(done(serving.ask("status"))["requests_running"]), "the request runs")
+            named = is_repaired(watch, lambda: kill_worker_process(serving, "STOP"), "a stopped process")
+            assert request.wait(60) != 0, "it was in flight"
+    assert re.search(r"a signal stopped its process \d+ \(VLLM::Worker", named["text"])
+
+
+def is_repaired(watch: Watching, harm: Callable[[], None], what: str) -> dict[str, Any]:
+    """Do harm; prove that a watch names rank 1 and brings the pair back, worker first, once; give what named it."""
+    nodes = watch.pair.lab.nodes
+    before = {node.docker("ps", "-q") for node in nodes}
+    begun = time.time()
+    harm()
+    named = watch.named(1, begun, 120)
+    print(named["text"])
+    report(f"{what}, until a watch names it", named["at"] - begun)
+    restarted = watch.wait_for("restarted", 240)
+    report(f"{what}, until an answer is proved again", restarted["at"] - begun)
+    assert "answered" in restarted["text"]
+    assert watch.kinds().count("restarting") == 1
+    assert done(watch.pair.ask("status"))["state"] == "running"
+    assert not before & {node.docker("ps", "-q") for node in nodes}
+    head, worker = (
+        node.docker("inspect", "--format", "{{.State.StartedAt}}", rank)
+        for node, rank in zip(nodes, RANKS, strict=True)
+    )
+    assert worker < head, "the worker is started first"
+    return named
 
 
 def test_a_second_start_and_up_change_nothing(serving: Pair) -> None:

@@ -179,6 +179,8 @@ VLLM_BAD_LINES = {
     "(above) for the root cause.": BROKEN,
     "(APIServer pid=6) ERROR 11-30 08:08:37 [core_client.py:610] Engine core proc EngineCore_DP0 died unexpectedly, "
     "shutting down client.": BROKEN,
+    "(MainProcess pid=7) ERROR 11-30 22:31:45 [multiproc_executor.py:315] Worker proc VllmWorker-1 died unexpectedly "
+    "(exit code: -9), shutting down executor.": BROKEN,
     "(APIServer pid=6) WARNING 11-30 08:07:41 [system_utils.py:255] Found ulimit of 20000 and failed to automatically "
     "increase with error current limit exceeds maximum limit. This can cause fd limit errors like "
     "`OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n": WARNING,
