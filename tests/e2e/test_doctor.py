@@ -503,12 +503,12 @@ def test_a_directory_is_made_after_asking(pair: Pair) -> None:
     refused = pair.sparkserve("doctor", "--fix")
     assert refused.returncode == 2
     assert "add --yes" in refused.stderr.decode()
-    planned = pair.sparkserve("doctor", "--fix", "--dry-run", "--record", "facts.json")
+    planned = pair.sparkserve("doctor", "--fix", "--dry-run", "--record", "planned.json")
     told = [line for line in planned.stderr.decode().splitlines() if line.startswith("would be done: ")]
     assert [place in line for line in told] == [True, True, False], told
-    assert told[2] == "would be done: head: write facts.json"
+    assert told[2] == "would be done: head: write planned.json"
     for node in pair.lab.nodes:
-        assert node.run(["ls", place, "facts.json"], check=False).stdout == b""
+        assert node.run(["ls", place, "planned.json"], check=False).stdout == b""
     before = connections(pair)
     answer = pair.ask("doctor", "--fix", "--yes")
     assert connections(pair) - before == 1
