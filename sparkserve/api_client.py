@@ -99,13 +99,13 @@ def _python(base_url: str, model: str, key_file: Path | None) -> str:
 def make_key(path: Path, *, dry_run: bool = False) -> None:
     """Write a new API key to a file that only its owner can read; one that is there is never replaced.
 
-    A dry run refuses what a run would refuse, and leaves nothing.
+    A dry run refuses a file that is there and a directory that is not, and writes nothing.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        if path in path.parent.iterdir():
-            raise FileExistsError
         if dry_run:
+            if path in path.parent.iterdir():
+                raise FileExistsError
             return
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(f"sk-{secrets.token_urlsafe(32)}\n")

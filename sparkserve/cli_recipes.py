@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -98,6 +97,8 @@ def add(
     From then on SPARKSERVE_RECIPE and --recipe take its address. A recipe cannot run anything on the hosts outside of
     its containers, which get the GPUs and the network.
     """
+    import tempfile
+
     from sparkserve import recipe_git
     from sparkserve.settings import process_environment, state_dir
 

@@ -65,15 +65,15 @@ def _conclude(common: Common, wish: Wish, found: Setup, recipe_dir: Path) -> tup
     from sparkserve.tables import value_table
 
     data: dict[str, Any] = {}
-    views: list[Any] = [value_table(found.values, caption=f"written to {found.env_file}")]
+    taken = None
     if wish.from_running:
         taken = takeover_story.take_over(found, recipe_dir, force=wish.force, dry_run=wish.dry_run)
         found.notes += taken.notes
         data["taken_over"] = taken
-        views += setup_tables.taken_view(taken)
     if wish.dry_run:
-        again = "init --from-running" if wish.from_running else "init"
-        return data, setup_tables.planned_view(found, data.get("taken_over")), again
+        return data, setup_tables.planned_view(found, taken), "init --from-running" if taken else "init"
+    views: list[Any] = [value_table(found.values, caption=f"written to {found.env_file}")]
+    views += setup_tables.taken_view(taken) if taken else []
     report = doctor.examine(session(common, "init", common.output), found.cluster)
     data["doctor"] = doctor_tables.report_data(report)
     hint = "plan --against-running" if wish.from_running else "doctor" if report.exit_code else "up --dry-run"

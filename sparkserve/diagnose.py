@@ -61,7 +61,7 @@ def write_archive(session: Session, directory: Path, settings: object, *, dry_ru
     secrets = [session.settings.hf_token, *read_secrets(session.settings).values()]
     stem = time.strftime("sparkserve-%Y%m%d-%H%M%S")
     path = directory / f"{stem}.tar.gz"
-    directory.stat()
+    directory.stat()  # one that is not there is told before anybody looks at two nodes
     written = Path(os.devnull) if dry_run else path
     files = [("settings.json", "settings and where they come from; a secret is ***", _json(settings)), *_files(session)]
     members = []

@@ -16,7 +16,6 @@ from sparkserve.lifecycle import Session
 from sparkserve.recipe import Recipe
 from sparkserve.settings import Settings
 
-_UNKNOWN_KEY = "host_key_unknown"
 _MAKES_DIRECTORY = "sudo install -d "
 # Where sudo looks for a command, whatever the PATH of who calls it: as Debian and Ubuntu set `secure_path`.
 _SECURE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -31,12 +30,10 @@ def repair(
 ) -> Report:
     """Do what is safe and agreed to, and look again; a host key takes a person, whatever was agreed to beforehand."""
     report = examine(opened)
-    error = report.unseen.get("worker")
-    if error is not None and error.code == _UNKNOWN_KEY:
+    if _has_unknown_key(report):
         ssh_trust.meet(session.settings, None, lambda question, flag: ask(question, f"it to init: {flag}"))
         report, opened = examine(), None
-    deeds = [(check, deed) for check in report.checks if (deed := _deed(check))]
-    agreed = [check for check, deed in deeds if agree(f"{check.node}: {deed}?")]
+    agreed = [check for check, deed in _deeds(report) if agree(f"{check.node}: {deed}?")]
     if not agreed:
         session.voice.say("nothing was changed")
         return report
@@ -48,10 +45,17 @@ def repair(
 
 def list_deeds(report: Report) -> list[tuple[str, str]]:
     """List by node what a repair would ask for."""
+    first = [("worker", "trust its host key, once you have compared it")] if _has_unknown_key(report) else []
+    return [*first, *((str(check.node), deed) for check, deed in _deeds(report))]
+
+
+def _has_unknown_key(report: Report) -> bool:
     error = report.unseen.get("worker")
-    unknown = error is not None and error.code == _UNKNOWN_KEY
-    deeds: list[tuple[str, str]] = [("worker", "trust its host key, once you have compared it")] if unknown else []
-    return deeds + [(check.node, deed) for check in report.checks if (deed := _deed(check))]
+    return error is not None and error.code == "host_key_unknown"
+
+
+def _deeds(report: Report) -> list[tuple[Check, str]]:
+    return [(check, deed) for check in report.checks if (deed := _deed(check))]
 
 
 def _deed(check: Check) -> str:

@@ -162,7 +162,7 @@ def test_a_watch_leaves_a_busy_pair_alone_and_repairs_one_whose_process_died(ser
         with generating(serving):
             time.sleep(20)
         assert watch.kinds() == ["running"]
-        is_repaired(watch, lambda: kill_worker_process(serving), "a killed process")
+        prove_repair(watch, lambda: kill_worker_process(serving), "a killed process")
 
 
 def test_a_watch_repairs_a_pair_whose_process_stands_still_with_requests_in_flight(serving: Pair) -> None:
@@ -171,12 +171,12 @@ def test_a_watch_repairs_a_pair_whose_process_stands_still_with_requests_in_flig
         # An engine that is to end waits for its clients: this one gives up soon.
         with serving.head.popen(completion(2000, seconds=25), stdout=subprocess.DEVNULL) as request:
             wait_for(lambda: bool(done(serving.ask("status"))["requests_running"]), "the request runs")
-            named = is_repaired(watch, lambda: kill_worker_process(serving, "STOP"), "a stopped process")
+            named = prove_repair(watch, lambda: kill_worker_process(serving, "STOP"), "a stopped process")
             assert request.wait(60) != 0, "it was in flight"
     assert re.search(r"a signal stopped its process \d+ \(VLLM::Worker", named["text"])
 
 
-def is_repaired(watch: Watching, harm: Callable[[], None], what: str) -> dict[str, Any]:
+def prove_repair(watch: Watching, harm: Callable[[], None], what: str) -> dict[str, Any]:
     """Do harm; prove that a watch names rank 1 and brings the pair back, worker first, once; give what named it."""
     nodes = watch.pair.lab.nodes
     before = {node.docker("ps", "-q") for node in nodes}
